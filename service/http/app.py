@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from importlib import metadata
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,10 +20,13 @@ import numpy as np
 import uvicorn
 import uvicorn.config
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
 from fastapi.security import HTTPBearer
+from starlette.exceptions import HTTPException
 
+from cacheblend.base.errors import CacheBlendError
 from cacheblend.base.progress import Check
 from cacheblend.retriever import checked_between_batches
 from cacheblend.service.engine.config import read_examples
@@ -31,8 +34,7 @@ from cacheblend.service.engine.engine import Engine
 
 from . import chat, documents
 from .config import LOOPBACK
-from .errors import ApiError, install_error_handlers
-from .guard import PAGE_FILES, Guard, JsonRoute
+from .guard import PAGE_FILES, ApiError, Guard, JsonRoute, answer_error, refused
 from .metrics import RequestLog
 from .schemas import EmbeddingsBody
 from .server import Server, run_call, run_document_call
@@ -45,7 +47,6 @@ MAX_CONNECTIONS = 500  # open at once; half of what the usual limit of open file
 # is after 5 ms, hundreds of times a prompt, where another thread reads a long question or a large body.
 SWITCH_S = 0.0001
 STATIC = Path(__file__).parent / "static"
-MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
@@ -54,23 +55,6 @@ PAGE_HEADERS = {
     "Cache-Control": "no-cache",
 }
 router = APIRouter(route_class=JsonRoute)
-_ERROR: dict[str, Any] = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-_ERROR_CONTENT: dict[str, Any] = {"application/json": {"schema": _ERROR}}
 
 
 def create_app(server: Server) -> FastAPI:
@@ -82,15 +66,19 @@ def create_app(server: Server) -> FastAPI:
         docs_url=None,  # FastAPI's pages load scripts from elsewhere; `/openapi.json` describes the API
         redoc_url=None,
         redirect_slashes=False,  # the address to go to would be made of the request's Host
-        openapi_url="/openapi.json",
         dependencies=[Depends(bearer)] if server.keys.required else [],
-        responses={"default": {"description": "An error in OpenAI's shape.", "content": _ERROR_CONTENT}},
+        responses={"default": {"description": 'An error: `{"error": {"message", "type", "param", "code"}}`.'}},
+        exception_handlers={
+            CacheBlendError: answer_error,
+            RequestValidationError: answer_error,
+            HTTPException: answer_error,
+        },
     )
     app.state.server = server
     for routes in (chat.router, documents.router, router):
         app.include_router(routes)
-    _add_page(app)
-    install_error_handlers(app)
+    for path in PAGE_FILES:
+        app.add_api_route(path, page_file, include_in_schema=False, response_class=Response)
     # The one that is added last is the first that a request meets.
     app.add_middleware(Guard, http=server.http, keys=server.keys, engines=server.engines)
     if server.http.cors_origins:
@@ -105,19 +93,9 @@ def create_app(server: Server) -> FastAPI:
     return app
 
 
-def _add_page(app: FastAPI) -> None:
-    """Serve the page's files, read once."""
-    for path, name in PAGE_FILES.items():
-        page = _Page((STATIC / name).read_bytes(), f"{MEDIA_TYPES[Path(name).suffix]}; charset=utf-8")
-        app.add_api_route(path, page, methods=["GET"], include_in_schema=False, response_class=Response)
-
-
-class _Page:
-    def __init__(self, content: bytes, media_type: str) -> None:
-        self._content, self._media_type = content, media_type
-
-    async def __call__(self) -> Response:
-        return Response(self._content, headers=PAGE_HEADERS, media_type=self._media_type)
+async def page_file(request: Request) -> Response:
+    """A file of the page."""
+    return FileResponse(STATIC / PAGE_FILES[request.scope["path"]], headers=PAGE_HEADERS)
 
 
 @router.get("/v1/models")
@@ -139,28 +117,22 @@ async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
     """Vectors of texts, by the embedder that the documents are searched with."""
     server: Server = request.app.state.server
     engine: Engine = request.state.engine
-    embedder, texts = engine.retriever.embedder, body.texts()
+    embedder, texts = engine.retriever.embedder, body.input
     name = Path(embedder.name).name  # an embedder may be named by its folder
     server.check_model(body.model, name)
     if empty := [place for place, text in enumerate(texts) if not text.strip()]:
-        raise ApiError(400, f"input.{empty[0]}: is empty; leave it out", param="input", code="invalid_value")
+        raise refused(f"input.{empty[0]}", "is empty; leave it out")
 
     def embed(check: Check) -> Response:  # written out here too: many texts need long
         if body.dimensions not in (None, dimensions := embedder.dimensions):
-            raise ApiError(400, f"dimensions: {name} has {dimensions}; leave it out", param="dimensions", code="invalid_value")
+            raise refused("dimensions", f"{name} has {dimensions}; leave it out")
         with checked_between_batches(check):
-            vectors_ND = embedder.encode(texts)
+            vectors_ND = np.asarray(embedder.encode(texts), dtype="<f4")
         check()
         tokens = sum(len(engine.prompts.text_ids(text, with_bos=False)) for text in texts)
         as_base64 = body.encoding_format == "base64"
-        data = [
-            {
-                "object": "embedding",
-                "index": index,
-                "embedding": base64.b64encode(vector_D.astype("<f4").tobytes()).decode() if as_base64 else vector_D.tolist(),
-            }
-            for index, vector_D in enumerate(np.asarray(vectors_ND, dtype=np.float32))
-        ]
+        rows = [base64.b64encode(row_D).decode() for row_D in vectors_ND] if as_base64 else vectors_ND.tolist()
+        data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return JSONResponse({"object": "list", "data": data, "model": name, "usage": usage})
 
@@ -174,33 +146,26 @@ async def store(request: Request) -> dict[str, Any]:
     and questions to begin with.
     """
     server: Server = request.app.state.server
-    tenant = request.state.tenant
 
     def read(engine: Engine) -> dict[str, Any]:
         chunks = max(1, min(chat.DEFAULT_NUM_CHUNKS, engine.retriever.chunk_count))
-        stats, prefix, quality = engine.store.stats(), engine.prefixes.stats(), server.scheduler.quality(tenant)
         return {
-            **stats.as_dict(),
+            "object": "store",
+            **engine.store.stats().as_dict(),
             "precomputes_waiting": engine.background.waiting,
-            "prefix": prefix.as_dict(),
-            "quality": quality,
+            "prefix": engine.prefixes.stats().as_dict(),
+            "quality": server.scheduler.quality(request.state.tenant),
             "prediction": engine.predict(chunks).as_dict(),
             "examples": read_examples(Path(engine.config.store_dir)),
         }
 
-    return {"object": "store", **await run_document_call(request, read)}
+    return await run_document_call(request, read)
 
 
 @router.get("/healthz")
 async def healthz() -> dict[str, str]:
     """The process answers."""
     return {"status": "ok"}
-
-
-@router.get("/version")
-async def version() -> dict[str, str]:
-    """The package's version."""
-    return {"version": metadata.version("cacheblend")}
 
 
 @router.get("/health")
@@ -259,16 +224,15 @@ def stop_in_grace(server: Server) -> None:
     The thread that calls this ends with the process, which as a rule is before the end of the grace.
     """
     began, grace_s = time.monotonic(), server.scheduler.config.grace_s
-
-    def sleep_until(after_s: float) -> None:
-        time.sleep(max(0.0, began + after_s - time.monotonic()))
-
+    steps: list[tuple[float, Callable[[], None]]] = [
+        (grace_s / 2, lambda: server.uploads.close(timeout_s=0)),
+        (max(grace_s / 2, grace_s - LAST_S), server.give_up),
+        (grace_s + LAST_S, lambda: None),
+    ]
     server.stop()
-    sleep_until(grace_s / 2)
-    server.uploads.close(timeout_s=0)
-    sleep_until(max(grace_s / 2, grace_s - LAST_S))
-    server.give_up()
-    sleep_until(grace_s + LAST_S)
+    for after_s, give_up in steps:
+        time.sleep(max(0.0, began + after_s - time.monotonic()))
+        give_up()
     logger.warning("the service has not ended within grace_s=%g and is cut off; what it has acknowledged is on disk", grace_s)
     os._exit(0)  # threads that compute would abort an exit that waits for nobody
 
@@ -309,6 +273,7 @@ def run(server: Server, listener: socket.socket | None = None) -> None:
 
 def uvicorn_config(server: Server) -> uvicorn.Config:
     """How uvicorn serves the app."""
+    logging.getLogger("uvicorn.error").addFilter(_is_no_upgrade)
     return uvicorn.Config(
         create_app(server),
         host=server.http.host,
@@ -324,6 +289,11 @@ def uvicorn_config(server: Server) -> uvicorn.Config:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(1, int(server.scheduler.config.grace_s)),
     )
+
+
+def _is_no_upgrade(record: logging.LogRecord) -> bool:
+    """Whether a line is none of those about a request to upgrade, two for each, which need no key."""
+    return not str(record.msg).startswith(("Unsupported upgrade", "No supported WebSocket"))
 
 
 def log_config(level: int = logging.INFO) -> dict[str, Any]:

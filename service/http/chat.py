@@ -1,33 +1,34 @@
-"""`/v1/chat/completions` and `/v1/completions`: complete or streamed answers, and how they were made."""
+"""`/v1/chat/completions` and `/v1/completions`: from a body to the scheduler, and answers at once or streamed."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import torch
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
+from starlette.types import Receive, Scope, Send
 
+from cacheblend.base.errors import MissingExtraError
 from cacheblend.base.progress import Check
 from cacheblend.service.engine.engine import Engine
-from cacheblend.service.engine.prompt import PromptLayout, PromptRenderer, question_place
+from cacheblend.service.engine.prompt import PromptRenderer, question_place
 from cacheblend.service.engine.request import Request as PromptRequest
-from cacheblend.service.engine.request import chunk_origin
-from cacheblend.service.serving.sampling import TokenLogprob
-from cacheblend.service.serving.served_request import Done, Failed, Piece
-from cacheblend.service.serving.text_stream import TextStream
+from cacheblend.service.serving.grammar import GrammarCompiler
+from cacheblend.service.serving.sampling import Sampling
+from cacheblend.service.serving.served_request import Done, Event, Failed, Piece, ServedRequest
 
-from .errors import ApiError, error_body
-from .generation import EventStream, Generation, sampling_of, server_event
-from .guard import JsonRoute
-from .schemas import ChatBody, CompletionBody, GenerationBody, NamedTool
-from .server import Server, run_call
-from .tools import CallReader
+from .answers import ChatChoice, TextChoice, answer_report, usage
+from .guard import JsonRoute, client_left, error_body, refused
+from .schemas import ChatBody, CompletionBody, GenerationBody, ToolBody
+from .server import LOOK_FOR_CLIENT_S, Server, arrived, run_call
 
 DEFAULT_NUM_CHUNKS = 6
 ANSWERS: dict[int | str, dict[str, Any]] = {
@@ -40,13 +41,13 @@ router = APIRouter(route_class=JsonRoute)
 async def chat(body: ChatBody, request: Request) -> Response:
     """Answer the last message over the nearest chunks, or over the documents given."""
     _check_tools(body, request.state.engine.prompts)
-    return await _respond(body, request, ChatChoice, prepare_chat)
+    return await _respond(body, request, ChatChoice, lay_out_chat)
 
 
 @router.post("/v1/completions", responses=ANSWERS)
 async def completion(body: CompletionBody, request: Request) -> Response:
     """Continue a text, after the documents given or, with `num_chunks`, the chunks nearest it."""
-    return await _respond(body, request, TextChoice, prepare_completion)
+    return await _respond(body, request, TextChoice, lay_out_completion)
 
 
 def _check_tools(body: ChatBody, prompts: PromptRenderer) -> None:
@@ -55,316 +56,259 @@ def _check_tools(body: ChatBody, prompts: PromptRenderer) -> None:
     Raises:
         ApiError: the model supports no tools, or fields contradict each other.
     """
-    names = [tool.function.name for tool in body.called_tools]
+    names, choice = [tool.function.name for tool in body.called_tools], body.tool_choice
     if names and not prompts.takes_tools:
-        message = (
-            "tools: the model's chat template has no place for them; leave them out, ask for JSON with response_format, "
+        why = (
+            "the model's chat template has no place for them; leave them out, ask for JSON with response_format, "
             "or use a model that calls tools"
         )
-        raise ApiError(400, message, param="tools", code="unsupported_value")
-    if body.tool_choice not in (None, "none", "auto") and not names:
-        raise ApiError(400, "tool_choice: there are no tools to call; give tools, or leave it out", param="tool_choice")
-    if isinstance(body.tool_choice, NamedTool) and body.tool_choice.function.name not in names:
-        message = f"tool_choice: {body.tool_choice.function.name!r} is none of the tools; name one of them"
-        raise ApiError(400, message, param="tool_choice", code="invalid_value")
+        raise refused("tools", why, code="unsupported_value")
+    if choice not in (None, "none", "auto") and not names:
+        raise refused("tool_choice", "there are no tools to call; give tools, or leave it out")
+    if isinstance(choice, ToolBody) and choice.function.name not in names:
+        raise refused("tool_choice", f"{choice.function.name!r} is none of the tools; name one of them")
     if names and body.response_format is not None and body.response_format.type != "text":
-        message = 'response_format: an answer held to JSON calls no tools; leave it out, or set tool_choice to "none"'
-        raise ApiError(400, message, param="response_format", code="invalid_value")
+        why = 'an answer held to JSON calls no tools; leave it out, or set tool_choice to "none"'
+        raise refused("response_format", why)
 
 
-def prepare_chat(engine: Engine, body: ChatBody, check: Check) -> PromptRequest:
-    """Lay a chat out over the chunks or documents that its body asks for."""
+def lay_out_chat(engine: Engine, body: ChatBody) -> dict[str, Any]:
+    """Question, layout, and numbers of chunks and tokens of a chat, as options of `Engine.prepare`."""
     if body.documents is not None and body.num_chunks:
-        raise ApiError(400, "num_chunks: leave it out beside documents, which are all used", param="num_chunks")
+        raise refused("num_chunks", "leave it out beside documents, which are all used", code=None)
     num_chunks = 0 if body.documents is not None else body.num_chunks
     if num_chunks is None:
         num_chunks = min(DEFAULT_NUM_CHUNKS, engine.retriever.chunk_count)
     messages = [message.message() for message in body.messages]
     tools = [tool.tool() for tool in body.called_tools]
     layout = engine.prompts.chat(messages, with_chunks=num_chunks > 0 or body.documents is not None, tools=tools)
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return _prepare(engine, body, layout, messages[question_place(messages)].content, num_chunks, max_tokens, check)
+    return {
+        "question": messages[question_place(messages)].content,
+        "layout": layout,
+        "num_chunks": num_chunks,
+        "max_tokens": body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+    }
 
 
-def prepare_completion(engine: Engine, body: CompletionBody, check: Check) -> PromptRequest:
-    """Lay a text out after the chunks or documents that its body asks for."""
-    layout = engine.prompts.completion(body.text())
-    return _prepare(engine, body, layout, body.text(), body.num_chunks or 0, body.max_tokens, check)
+def lay_out_completion(engine: Engine, body: CompletionBody) -> dict[str, Any]:
+    """The same options of a text completion."""
+    (text,) = body.prompt
+    return {
+        "question": text,
+        "layout": engine.prompts.completion(text),
+        "num_chunks": body.num_chunks or 0,
+        "max_tokens": body.max_tokens,
+    }
 
 
-def _prepare(
-    engine: Engine,
-    body: GenerationBody,
-    layout: PromptLayout,
-    question: str,
-    num_chunks: int,
-    max_tokens: int | None,
-    check: Check,
-) -> PromptRequest:
-    return engine.prepare(
-        question,
-        layout=layout,
-        num_chunks=num_chunks,
-        method=body.method,
-        documents=None if body.documents is None else [document.model_dump() for document in body.documents],
-        recompute_ratio=body.recompute_ratio,
-        max_tokens=max_tokens,
-        temperature=body.temperature or 0.0,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=body.top_k or 0,
-        cache_salt=body.cache_salt,
-        check=check,
+def sampling_of(body: GenerationBody, grammars: GrammarCompiler) -> Sampling:
+    """A body's options of sampling that `Engine.prepare` has not.
+
+    Raises:
+        ApiError: a bias is of no token; JSON cannot be asked for here.
+        InputError: a schema that cannot be enforced.
+    """
+    bias, words, asked = body.logit_bias or {}, grammars.words, body.answer_schema
+    if wrong := [key for key in bias if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < words)]:
+        raise refused("logit_bias", f"{wrong[0][:40]!a} is no token id of this model, which has {words}")
+    try:
+        grammar = None if asked is None else grammars.json(asked[1], asked[0])
+    except MissingExtraError as error:
+        assert asked is not None
+        raise refused(asked[0], "JSON needs the extra `structured` where the service runs; leave it out") from error
+    return Sampling(
+        seed=body.seed,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=body.repetition_penalty or 1.0,
+        min_p=body.min_p or 0.0,
+        logit_bias={int(key): value for key, value in bias.items()},
+        logprobs=body.returned_logprobs,
+        grammar=grammar,
     )
 
 
 async def _respond(
-    body: GenerationBody,
-    request: Request,
-    choice_class: type[TextChoice],
-    prepare: Callable[[Engine, Any, Check], PromptRequest],
+    body: GenerationBody, request: Request, choice_class: type[TextChoice], lay_out: Callable[[Engine, Any], dict[str, Any]]
 ) -> Response:
     server: Server = request.app.state.server
     engine: Engine = request.state.engine
     # 1. Refuse what needs no work to be refused.
     server.check_model(body.model)
-    num_choices = body.n or 1
-    server.scheduler.check_room(request.state.tenant, server.preparing.count(request.state.tenant) + num_choices - 1)
-    if body.documents is not None and len(body.documents) > server.http.max_documents:
-        message = f"documents: {len(body.documents)} are more than max_documents={server.http.max_documents}; give fewer"
-        raise ApiError(400, message, param="documents", code="too_many_documents")
+    server.check_count(body.documents)
+    waiting = server.preparing.count(request.state.tenant) + (body.n or 1) - 1
+    server.scheduler.check_room(request.state.tenant, waiting)
+
     # 2. Lay out the prompt and make the grammar, in a thread.
-    prepared, sampling = await run_call(
-        server.preparing, request, lambda check: (prepare(engine, body, check), sampling_of(body, server.grammars))
-    )
+    def prepare(check: Check) -> tuple[PromptRequest, Sampling]:
+        prepared = engine.prepare(
+            **lay_out(engine, body),
+            method=body.method,
+            documents=None if body.documents is None else [document.model_dump() for document in body.documents],
+            recompute_ratio=body.recompute_ratio,
+            temperature=body.temperature or 0.0,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            top_k=body.top_k or 0,
+            cache_salt=body.cache_salt,
+            check=check,
+        )
+        return prepared, sampling_of(body, server.grammars)
+
+    prepared, sampling = await run_call(server.preparing, request, prepare)
     # 3. Submit a request for each choice.
-    generation = Generation(request, prepared, sampling, body)
-    generation.submit()
-    # 4. Answer, streamed or at once.
-    head = {"id": f"{choice_class.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": server.model_name}
-    choices = [choice_class(index, body, server.token_text) for index in range(num_choices)]
-    if body.stream:
-        first = await generation.first()
-        return EventStream(_stream(body, choices, generation, first, {**head, "object": choice_class.piece_kind}), generation)
-    done = await generation.all_done()
-    report = {**head, "object": choice_class.kind}
-    return await run_in_threadpool(_complete, body, choices, generation, done, report)
+    generation = Generation(request, prepared, sampling, body, choice_class)
+    try:
+        generation.submit()
+        # 4. Answer, at once or streamed; an error before the first event is a response of its own, and no stream.
+        return EventStream(generation, await generation.next()) if body.stream else await generation.complete()
+    except BaseException:
+        generation.cancel()
+        raise
 
 
-def _complete(
-    body: GenerationBody, choices: Sequence[TextChoice], generation: Generation, done: Sequence[Done], head: dict[str, Any]
-) -> Response:
-    """The complete answer; in a thread, since thousands of tokens with their log-probabilities need seconds."""
-    report = answer_report(body, generation, done[0])
-    made = [choice.complete(one) for choice, one in zip(choices, done, strict=True)]
-    return JSONResponse({**head, "choices": made, "usage": usage(done), "cacheblend": report})
+class Generation:
+    """The choices of one client's request, in the scheduler, whose events come to the event loop.
 
-
-async def _stream(
-    body: GenerationBody,
-    choices: Sequence[TextChoice],
-    generation: Generation,
-    first: tuple[int, Piece | Done],
-    head: dict[str, Any],
-) -> AsyncIterator[str]:
-    """The events' texts."""
-    done: dict[int, Done] = {}
-    async for place, event in generation.events(*first):
-        if isinstance(event, Failed):
-            yield server_event(error_body(event.error))
-            return
-        if (choice := choices[place].piece(event)) is None:
-            continue
-        piece = {**head, "choices": [choice]}
-        if isinstance(event, Done):
-            done[place] = event
-            if len(done) == len(choices):
-                piece["cacheblend"] = await run_in_threadpool(answer_report, body, generation, done[0])
-        yield server_event(piece)
-    if body.stream_options is not None and body.stream_options.include_usage:
-        yield server_event({**head, "choices": [], "usage": usage([done[place] for place in sorted(done)])})
-    yield "data: [DONE]\n\n"
-
-
-class TextChoice:
-    """One choice of a text completion, complete or in pieces.
+    The first choice is prefilled, and the others go on from its prompt; see `ServedRequest`.
 
     Args:
-        index: among the answer's choices.
-        body: what was asked.
-        token_text: text of a token by itself.
+        request: the client's.
+        prepared: its prompt.
+        sampling: how tokens are drawn; each choice has a seed of its own.
+        body: what is asked for.
+        choice_class: of the answer.
     """
 
-    prefix = "cmpl"
-    kind = piece_kind = "text_completion"
-
-    def __init__(self, index: int, body: GenerationBody, token_text: Callable[[int], str]) -> None:
-        self._index, self._token_text = index, token_text
-        self._has_logprobs = body.returned_logprobs is not None
-        self._reader = CallReader(
-            [tool.function.name for tool in body.called_tools], 1 if body.parallel_tool_calls is False else None
-        )
-        self._pending: list[TokenLogprob] = []  # of tokens whose text is held back
-        self._offset: int | None = None  # characters so far; None before the first piece
-
-    def complete(self, done: Done) -> dict[str, Any]:
-        """The choice of a complete answer."""
-        text, calls = self._reader.finish(done.answer.text)
-        logprobs = self.logprobs(done.logprobs, 0) if self._has_logprobs else None
-        reason = "tool_calls" if calls else done.finish_reason
-        return {"index": self._index, **self.message(text, calls), "logprobs": logprobs, "finish_reason": reason}
-
-    def piece(self, event: Piece | Done) -> dict[str, Any] | None:
-        """The choice of a streamed piece; None where nothing is certain yet."""
-        calls, reason = list[dict[str, Any]](), None
-        if isinstance(event, Done):
-            text, calls = self._reader.finish(event.last_text)
-            reason = "tool_calls" if calls else event.finish_reason
-        else:
-            text = self._reader.add(event.text)
-            self._pending += [event.logprob] if event.logprob is not None else []
-            if not text and self._offset is not None:
-                return None
-        logprobs = self.logprobs(self._pending, self._offset or 0) if self._has_logprobs else None
-        delta = self.delta(text, calls, first=self._offset is None)
-        self._pending, self._offset = [], (self._offset or 0) + len(text)
-        return {"index": self._index, **delta, "logprobs": logprobs, "finish_reason": reason}
-
-    def message(self, text: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:  # only chats have calls
-        """Text and calls of a complete answer."""
-        return {"text": text}
-
-    def delta(self, text: str, calls: Sequence[Mapping[str, Any]], *, first: bool) -> dict[str, Any]:
-        """Text and calls of a piece."""
-        return {"text": text}
-
-    def logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-        """Log-probabilities of tokens that begin `offset` characters after the answer's start."""
-        texts = [self._token_text(each.token_id) for each in tokens]
-        return {
-            "tokens": texts,
-            "token_logprobs": [each.logprob for each in tokens],
-            "top_logprobs": [
-                {self._token_text(token): logprob for token, logprob in ((each.token_id, each.logprob), *each.likeliest)}
-                for each in tokens
-            ],
-            "text_offset": list(accumulate(map(len, texts), initial=offset))[: len(texts)],
+    def __init__(
+        self,
+        request: Request,
+        prepared: PromptRequest,
+        sampling: Sampling,
+        body: GenerationBody,
+        choice_class: type[TextChoice],
+    ) -> None:
+        self._request, self._body, self._events = request, body, asyncio.Queue[tuple[int, Event]]()
+        self._server: Server = request.app.state.server
+        self._looked = time.monotonic()
+        self._choices = [choice_class(index, body, self._server.token_text) for index in range(body.n or 1)]
+        self._head = {
+            "id": f"{choice_class.prefix}-{uuid.uuid4().hex}",
+            "object": choice_class.piece_kind if body.stream else choice_class.kind,
+            "created": int(time.time()),
+            "model": self._server.model_name,
         }
+        self._served: list[ServedRequest] = []
+        for index in range(len(self._choices)):
+            self._served.append(
+                ServedRequest(
+                    request.state.engine,
+                    replace(prepared) if index else prepared,
+                    partial(self._deliver, asyncio.get_running_loop(), index),
+                    tenant=request.state.tenant,
+                    sampling=sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index),
+                    stop=body.stop or [],
+                    own_ratio=body.recompute_ratio is not None,
+                    arrived=arrived(request),
+                    leader=self._served[0] if index else None,
+                )
+            )
+
+    def _deliver(self, loop: asyncio.AbstractEventLoop, index: int, event: Event) -> None:
+        loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+
+    def submit(self) -> None:
+        """Put all choices into the scheduler's queue.
+
+        Raises:
+            QueueFullError, ShuttingDownError: see `Scheduler.submit`.
+        """
+        for served in self._served:
+            self._server.scheduler.submit(served)
+
+    async def next(self) -> tuple[int, Piece | Done]:
+        """The next event, and of which choice; every `LOOK_FOR_CLIENT_S` it is looked for the client.
+
+        Raises:
+            ApiError: 499, the client has gone.
+            Exception: the error of a choice that failed.
+        """
+        while True:
+            if time.monotonic() >= self._looked + LOOK_FOR_CLIENT_S:
+                self._looked = time.monotonic()
+                if await self._request.is_disconnected():
+                    raise client_left()
+            try:
+                async with asyncio.timeout(LOOK_FOR_CLIENT_S):
+                    index, event = await self._events.get()
+            except TimeoutError:
+                continue
+            if isinstance(event, Failed):
+                raise event.error
+            return index, event
+
+    async def complete(self) -> Response:
+        """The complete answer, written in a thread: thousands of tokens with their log-probabilities need seconds."""
+        done: dict[int, Done] = {}
+        while len(done) < len(self._choices):
+            index, event = await self.next()
+            if isinstance(event, Done):
+                done[index] = event
+
+        def write() -> Response:
+            made = [choice.add(done[index]) for index, choice in enumerate(self._choices)]
+            return JSONResponse({**self._head, "choices": made, "usage": usage(done), "cacheblend": self._report(done)})
+
+        return await run_in_threadpool(write)
+
+    async def pieces(self, index: int, event: Piece | Done) -> AsyncIterator[str]:
+        """The texts of server-sent events, from the first event on."""
+        done: dict[int, Done] = {}
+        while True:
+            if isinstance(event, Done):
+                done[index] = event
+            is_last = len(done) == len(self._choices)
+            if (choice := self._choices[index].add(event)) is not None:
+                report = {"cacheblend": await run_in_threadpool(self._report, done)} if is_last else {}
+                yield server_event({**self._head, "choices": [choice], **report})
+            if is_last:
+                break
+            try:
+                index, event = await self.next()
+            except Exception as error:
+                yield server_event(error_body(error))
+                return
+        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+            yield server_event({**self._head, "choices": [], "usage": usage(done)})
+        yield "data: [DONE]\n\n"
+
+    def _report(self, done: Mapping[int, Done]) -> dict[str, Any]:
+        return answer_report(self._body, self._served[0], done[0])
+
+    def cancel(self) -> None:
+        """Give up what has not ended."""
+        for served in self._served:
+            served.cancel()
 
 
-class ChatChoice(TextChoice):
-    """One choice of a chat completion, complete or in pieces."""
-
-    prefix = "chatcmpl"
-    kind, piece_kind = "chat.completion", "chat.completion.chunk"
-
-    def message(self, text: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Text and calls of a complete answer."""
-        made = {"content": text or None, "tool_calls": list(calls)} if calls else {"content": text}
-        return {"message": {"role": "assistant", **made}}
-
-    def delta(self, text: str, calls: Sequence[Mapping[str, Any]], *, first: bool) -> dict[str, Any]:
-        """Text and calls of a piece."""
-        made: dict[str, Any] = {"role": "assistant", "content": text} if first else {"content": text}
-        if calls:
-            made["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-        return {"delta": made}
-
-    def logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:  # only texts have offsets
-        """Log-probabilities of tokens."""
-
-        def reported(token_id: int, logprob: float) -> dict[str, Any]:
-            text = self._token_text(token_id)
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-        content = [
-            {**reported(each.token_id, each.logprob), "top_logprobs": [reported(*likely) for likely in each.likeliest]}
-            for each in tokens
-        ]
-        return {"content": content, "refusal": None}
+def server_event(value: dict[str, Any]) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False)}\n\n"
 
 
-def answer_report(body: GenerationBody, generation: Generation, done: Done) -> dict[str, Any]:
-    """`cacheblend` of a response: method, hits, ratio, times and, where they are asked for, the chunks."""
-    served = generation.served[0]
-    plan, timings = done.answer.plan, done.answer.timings
-    report = {
-        "method": plan.method,
-        "hits": plan.hits,
-        "misses": plan.misses,
-        "recompute_ratio": plan.recompute_ratio,
-        "reusable_tokens": plan.reusable_tokens,
-        "recomputed_tokens": plan.recomputed_tokens,
-        "loaded_bytes": dict(plan.loaded_bytes),
-        "retrieve_s": timings.retrieve_s,
-        "queue_s": done.queue_s,
-        "ttft_s": timings.ttft_s,
-        "total_s": timings.total_s,
-        "prepare_s": served.prepared.retrieved - served.arrived,
-    }
-    if body.return_chunks:
-        report["chunks"] = chunk_report(done, served.engine.fusor.tokenizer)
-    return report
+class EventStream(StreamingResponse):
+    """Server-sent events of a generation, which is cancelled when the response ends, however early.
 
-
-def usage(choices: Sequence[Done]) -> dict[str, Any]:
-    """OpenAI's `usage` of all choices.
-
-    `cached_tokens` are those whose KV was there before, `recomputed_tokens` how many of the reusable ones were recomputed, in
-    the mean over layers 1 and up.
+    Not in the generator: a generator that ends before its first event, because the client left, runs no `finally`.
     """
-    plan = choices[0].answer.plan
-    completion_tokens = sum(len(done.answer.token_ids) for done in choices)
-    return {
-        "prompt_tokens": plan.prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": plan.prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": plan.cached_tokens, "recomputed_tokens": round(plan.recomputed_tokens, 3)},
-    }
 
+    def __init__(self, generation: Generation, first: tuple[int, Piece | Done]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(generation.pieces(*first), media_type="text/event-stream", headers=headers)
+        self._generation = generation
 
-def chunk_report(done: Done, tokenizer: Any) -> list[dict[str, Any]]:
-    """The chunks of a prompt, in order, with each token's text, KV deviation, and share of the layers that recomputed it."""
-    plan, chunks = done.answer.plan, done.answer.chunks
-    share_N = torch.zeros(plan.prompt_tokens)
-    later = plan.recomputed[1:]
-    for positions in later:
-        share_N[positions] += 1 / len(later)
-    start = plan.prompt_tokens - sum(len(scored.chunk.token_ids) for scored in chunks) - plan.suffix_tokens
-    report = []
-    for scored in chunks:
-        chunk, stop = scored.chunk, start + len(scored.chunk.token_ids)
-        source = _source(done, start)
-        report.append(
-            {
-                **chunk_origin(scored),
-                "source": source,
-                "tokens": [
-                    {"text": text, "deviation": round(deviation, 6), "recomputed": round(share, 4)}
-                    for text, deviation, share in zip(
-                        token_texts(chunk.token_ids, tokenizer),
-                        done.deviation_N[start:stop].tolist(),
-                        share_N[start:stop].tolist(),
-                        strict=True,
-                    )
-                ],
-            }
-        )
-        start = stop
-    return report
-
-
-def token_texts(token_ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """Each token's part of their text, the spaces between them included; a character of several tokens is the last one's."""
-    stream = TextStream(tokenizer)
-    texts = [stream.add(token) for token in token_ids]
-    return [*texts[:-1], texts[-1] + stream.finish()]
-
-
-def _source(done: Done, position: int) -> str:
-    """Tier of the KV at a position: "ram", "nvme", "memory", or "computed" for what no KV was used of."""
-    start = 0
-    for segment in done.answer.plan.segments:
-        start += len(segment.token_ids)
-        if position < start:
-            return segment.tier or "computed"
-    return "computed"
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._generation.cancel()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cacheblend.base.checks import MIB, check_bytes, check_whole, is_whole
 from cacheblend.base.errors import ConfigError
@@ -19,7 +18,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that only this machine rea
 API_KEY = r"[!-~]{8,}"
 HOST_NAME = r"[0-9A-Za-z._-]+|\[[0-9A-Fa-f:.]+\]"
 KEY_PREFIX = "cb-"
-BUDGETS = ("ram_budget_bytes", "nvme_budget_bytes", "prefix_budget_bytes")
+BUDGETS = ("ram_budget_bytes", "nvme_budget_bytes", "prefix_budget_bytes", "index_budget_bytes")
 TENANTS_FOLDER = "tenants"
 
 
@@ -61,11 +60,8 @@ class HttpConfig:
         for name in ("max_body_bytes", "max_completion_bytes", "max_documents"):
             check_whole(name, getattr(self, name))
         if self.api_key is not None and not re.fullmatch(API_KEY, str(self.api_key)):
-            given, allowed = (
-                "what is given (not shown)",
-                "8 or more ASCII letters, digits and signs; `cacheblend api-key` makes one",
-            )
-            raise ConfigError("api_key", given, allowed)
+            allowed = "8 or more ASCII letters, digits and signs; `cacheblend api-key` makes one"
+            raise ConfigError("api_key", "what is given (not shown)", allowed)
         for origin in self.cors_origins:
             if origin != "*" and not origin.startswith(("http://", "https://")):
                 raise ConfigError("cors_origins", origin, "origins such as https://example.org")
@@ -84,8 +80,9 @@ class TenantConfig:
         api_key_sha256: hex SHA-256 of the keys that it uses (`cacheblend api-key` makes one); the keys themselves are nowhere.
         ram_budget_bytes: its part of the service's RAM budget, reserved, and its limit; None for an equal part of what the
             tenants with a number leave.
-        nvme_budget_bytes: the same of the NVMe budget.
-        prefix_budget_bytes: the same of the budget of prefix blocks.
+        nvme_budget_bytes: its part of the NVMe budget.
+        prefix_budget_bytes: its part of the budget of prefix blocks.
+        index_budget_bytes: its part of the index's budget.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -96,6 +93,7 @@ class TenantConfig:
     ram_budget_bytes: int | None = None
     nvme_budget_bytes: int | None = None
     prefix_budget_bytes: int | None = None
+    index_budget_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,62}", self.name):
@@ -175,26 +173,38 @@ def engine_configs(config: EngineConfig, tenants: Sequence[TenantConfig]) -> dic
     Raises:
         ConfigError: the tenants' budgets are more than the service's together, or leave nothing for those without a number.
     """
-    totals = (config.store.ram_budget_bytes, config.store.nvme_budget_bytes, config.prefix_budget_bytes)
-    parts = {budget: _parts(budget, total, tenants) for budget, total in zip(BUDGETS, totals, strict=True)}
-    return {tenant.name: _config_of(tenant, config, parts) for tenant in tenants}
+    parts = {budget: _parts(budget, total, tenants) for budget, total in _totals(config).items()}
+    return {
+        tenant.name: with_options(
+            config,
+            {
+                "store_dir": Path(config.store_dir) / TENANTS_FOLDER / tenant.name,
+                "remote_tenant": tenant.name,
+                **{budget: part[tenant.name] for budget, part in parts.items()},
+            },
+        )
+        for tenant in tenants
+    }
 
 
-def _config_of(tenant: TenantConfig, config: EngineConfig, parts: Mapping[str, Mapping[str, int]]) -> EngineConfig:
-    own: dict[str, Any] = {budget: part[tenant.name] for budget, part in parts.items()}
-    own |= {"remote_tenant": tenant.name}
-    return with_options(config, {"store_dir": Path(config.store_dir) / TENANTS_FOLDER / tenant.name, **own})
+def _totals(config: EngineConfig) -> dict[str, int | None]:
+    """The service's budgets in bytes; None is no bound, which the index may have."""
+    store, index = config.store, config.retriever.index_budget_bytes
+    values = (store.ram_budget_bytes, store.nvme_budget_bytes, config.prefix_budget_bytes, index)
+    return dict(zip(BUDGETS, values, strict=True))
 
 
-def _parts(budget: str, total_bytes: int, tenants: Sequence[TenantConfig]) -> dict[str, int]:
+def _parts(budget: str, total_bytes: int | None, tenants: Sequence[TenantConfig]) -> dict[str, int | None]:
     named = {tenant.name: int(given) for tenant in tenants if (given := getattr(tenant, budget)) is not None}
     others = [tenant.name for tenant in tenants if tenant.name not in named]
-    rest_bytes = total_bytes - sum(named.values())
-    if rest_bytes < len(others):
+    if total_bytes is None:
+        return {**named, **dict.fromkeys(others)}
+    left_bytes = total_bytes - sum(named.values())
+    if left_bytes < len(others):
         raise ConfigError(
             f"tenants.*.{budget}",
             sum(named.values()),
             f"together at most {budget}={total_bytes}, which all tenants share, with room left for the {len(others)} without a "
             f"number of their own; raise {budget} or lower the tenants'",
         )
-    return named | dict.fromkeys(others, rest_bytes // max(1, len(others)))
+    return {**named, **dict.fromkeys(others, left_bytes // max(1, len(others)))}

@@ -6,10 +6,8 @@ import asyncio
 import re
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import asdict
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -18,7 +16,7 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 from python_multipart.exceptions import FormParserError
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import FormData, UploadFile
+from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from cacheblend.base.errors import InputError, MissingExtraError, StoreFullError
@@ -31,27 +29,29 @@ from cacheblend.service.engine.file_converter import MAX_CHARACTERS, MAX_UNPACKE
 from cacheblend.service.engine.ingest import IngestReport
 from cacheblend.service.engine.json_lines import LineLimits
 
-from .errors import ApiError, shortened
-from .guard import JsonRoute, read_json
+from .guard import ApiError, JsonRoute, read_json, refused, shortened
 from .schemas import DocumentBody, StrictModel, Text
-from .server import Server, run_call, run_document_call
+from .server import Ingest, Server, run_call, run_document_call
 
 router = APIRouter(route_class=JsonRoute)
 _Result = TypeVar("_Result")
 LISTED, MAX_LISTED = 100, 1000  # documents of a page
 FORM_FIELDS = ("file", "id")
-MAX_NAME_CHARACTERS = 200
+MAX_NAME_CHARACTERS = 200  # of a file, and of an upload in a list
 LINE_LIMITS = LineLimits(lines=200_000, decompressed_bytes=MAX_UNPACKED_BYTES)
 CHECK_EVERY_S = 0.1  # while a file is read: other uploads have their turns then, and a line is read in less
-_SUFFIX = re.compile(r"\.[a-z0-9]{1,8}")  # says of which kind a file is; names in a file system hold few bytes
+_SUFFIX = re.compile(r"(\.jsonl\.gz|\.[a-z0-9]{1,8})$")  # says of which kind a file is; names in a file system hold few bytes
+
+
+class IngestBody(StrictModel):
+    """`POST /v1/documents`, as JSON."""
+
+    documents: Annotated[list[DocumentBody], Field(min_length=1, fail_fast=True)]
+
+
+_SCHEMAS = "#/components/schemas/{model}"
 _UPLOAD_SCHEMA = {
-    "application/json": {
-        "schema": {
-            "type": "object",
-            "required": ["documents"],
-            "properties": {"documents": {"type": "array", "items": {"$ref": "#/components/schemas/DocumentBody"}}},
-        }
-    },
+    "application/json": {"schema": IngestBody.model_json_schema(ref_template=_SCHEMAS)},
     "multipart/form-data": {
         "schema": {
             "type": "object",
@@ -60,12 +60,6 @@ _UPLOAD_SCHEMA = {
         }
     },
 }
-
-
-class IngestBody(StrictModel):
-    """`POST /v1/documents`, as JSON."""
-
-    documents: Annotated[list[DocumentBody], Field(min_length=1, fail_fast=True)]
 
 
 class ReplaceBody(StrictModel):
@@ -91,10 +85,7 @@ async def ingest(request: Request) -> dict[str, Any]:
     if request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         return await _ingest_file(request)
     body = await read_json(request, IngestBody)
-    limit = request.app.state.server.http.max_documents
-    if len(body.documents) > limit:
-        message = f"documents: {len(body.documents)} are more than max_documents={limit}; send them in several calls"
-        raise ApiError(400, message, param="documents", code="too_many_documents")
+    request.app.state.server.check_count(body.documents)
     return await _ingest_documents(request, [document.model_dump() for document in body.documents])
 
 
@@ -129,7 +120,7 @@ async def ls(
     try:
         return await run_document_call(request, list_page)
     except InputError as error:
-        raise ApiError(400, str(error), param="after", code="document_not_found") from error
+        raise refused("after", str(error), code="document_not_found") from error
 
 
 @router.get("/v1/documents/{id_:path}")
@@ -170,8 +161,13 @@ async def pin(id_: str, body: PinBody, request: Request) -> dict[str, Any]:
 async def ls_ingests(request: Request) -> dict[str, Any]:
     """The uploads that have not ended, each with its stage and how much of it is done."""
     server: Server = request.app.state.server
-    running = server.ingests.of_tenant(request.state.tenant)
-    return {"object": "list", "data": [{"object": "ingest", **asdict(ingest)} for ingest in running]}
+    data = [
+        {"object": "ingest", "name": ingest.name, "stage": stage, "done": done, "total": total}
+        for ingest in server.ingests
+        for stage, done, total in [ingest.progress]
+        if ingest.tenant == request.state.tenant
+    ]
+    return {"object": "list", "data": data}
 
 
 async def _known(request: Request, call: Callable[[Engine], _Result]) -> _Result:
@@ -195,15 +191,11 @@ async def _ingest_documents(request: Request, documents: Sequence[Mapping[str, o
 async def _ingest_file(request: Request) -> dict[str, Any]:
     server: Server = request.app.state.server
     engine: Engine = request.state.engine
-    async with server.reading[request.state.tenant], _form(request) as form:
-        name, raw = await _uploaded(form.get("file"))
-        id_ = form.get("id") or name
-        if unknown := [field for field in form if field not in FORM_FIELDS]:
-            field = shortened(unknown[0])
-            raise ApiError(400, f"{field}: is no field of this request; leave it out", param="file", code="invalid_value")
-    if not isinstance(id_, str) or not _is_name(id_):
-        message = f"id: must have 1 to {MAX_NAME_CHARACTERS} characters, no control characters and no #"
-        raise ApiError(400, message, param="id", code="invalid_value")
+    async with server.reading[request.state.tenant]:
+        try:  # in a thread: 30 MiB of almost boundaries take seconds
+            name, id_, raw = await run_in_threadpool(lambda: asyncio.run(_read_form(request)))
+        except (MultiPartException, FormParserError) as error:  # starlette's, and the parser's own
+            raise ApiError(400, f"the body is no form: {getattr(error, 'message', error)}", code="invalid_value") from None
 
     def ingest_file(progress: Progress) -> IngestReport:
         progress.note("read", 0, 1)
@@ -222,8 +214,12 @@ async def _ingest_file(request: Request) -> dict[str, Any]:
 async def _upload(request: Request, name: str, work: Callable[[Progress], IngestReport]) -> dict[str, Any]:
     """Ingest when it is the tenant's turn; nothing of an upload stays if its client disconnects before the answer."""
     server: Server = request.app.state.server
-    with server.ingests.follow(request.state.tenant, name) as note:
-        report = await run_call(server.uploads, request, lambda check: work(Progress(note, check)), until_begun=True)
+    ingest = Ingest(request.state.tenant, name[:MAX_NAME_CHARACTERS])
+    server.ingests.append(ingest)
+    try:
+        report = await run_call(server.uploads, request, lambda check: work(Progress(ingest.note, check)), until_begun=True)
+    finally:
+        server.ingests.remove(ingest)
     return {"object": "ingest_report", **report.as_dict()}
 
 
@@ -231,44 +227,28 @@ class _FormInMemory(MultiPartParser):
     spool_max_size = 2**62  # the body is in memory already, and a full disk is no reason to fail here
 
 
-@asynccontextmanager
-async def _form(request: Request) -> AsyncIterator[FormData]:
-    """The form of a request, whose body is there; parsed in a thread: 30 MiB of almost boundaries take seconds.
+async def _read_form(request: Request) -> tuple[str, str, bytes]:
+    """The file of a form: its name without folders, the id that is given or else the name, and its bytes.
 
     Raises:
-        ApiError: 400, it is no form.
+        ApiError: a field is missing, not known, or no name.
+        MultiPartException, FormParserError: it is no form.
     """
-
-    async def parse() -> FormData:
-        return await _FormInMemory(request.headers, request.stream(), max_files=1, max_fields=8).parse()
-
+    form = await _FormInMemory(request.headers, request.stream(), max_files=1, max_fields=8).parse()
     try:
-        form = await run_in_threadpool(lambda: asyncio.run(parse()))
-    except (MultiPartException, FormParserError) as error:  # starlette's, and the parser's own, which old starlette passes on
-        raise ApiError(400, f"the body is no form: {getattr(error, 'message', error)}", code="invalid_value") from None
-    try:
-        yield form
+        file = form.get("file")
+        if not isinstance(file, UploadFile):
+            raise refused("file", "is missing; send it as a file of multipart/form-data")
+        if unknown := [field for field in form if field not in FORM_FIELDS]:
+            raise refused(shortened(unknown[0]), "is no field of this request; leave it out")
+        name = PurePosixPath(PureWindowsPath(file.filename or "").name).name
+        names = {"file": name, "id": form.get("id") or name}
+        for field, one in names.items():
+            if not isinstance(one, str) or not 0 < len(one) <= MAX_NAME_CHARACTERS or NO_ID.search(one) or "#" in one:
+                raise refused(field, f"needs a name of 1 to {MAX_NAME_CHARACTERS} characters, without control characters and #")
+        return name, str(names["id"]), await file.read()
     finally:
         await form.close()
-
-
-async def _uploaded(file: object) -> tuple[str, bytes]:
-    """Name, without folders, and bytes of a form's file.
-
-    Raises:
-        ApiError: it is missing, or its name is of no use.
-    """
-    if not isinstance(file, UploadFile):
-        raise ApiError(400, "file: is missing; send it as a file of multipart/form-data", param="file", code="invalid_value")
-    name = PurePosixPath(PureWindowsPath(file.filename or "").name).name
-    if not _is_name(name):
-        message = f"file: its name must have 1 to {MAX_NAME_CHARACTERS} characters, no control characters and no #"
-        raise ApiError(400, message, param="file", code="invalid_value")
-    return name, await file.read()
-
-
-def _is_name(name: str) -> bool:
-    return 0 < len(name) <= MAX_NAME_CHARACTERS and not NO_ID.search(name) and "#" not in name
 
 
 def _read_file(server: Server, id_: str, name: str, raw: bytes, check: Check) -> list[dict[str, Any]]:
@@ -286,25 +266,23 @@ def _read_file(server: Server, id_: str, name: str, raw: bytes, check: Check) ->
             checked_at = time.monotonic()
 
     if name.lower().endswith(PARQUET_SUFFIX):
-        why = "file: only `cacheblend ingest` reads Parquet; send its rows as JSON lines"
-        raise ApiError(400, why, param="file", code="invalid_value")
+        raise refused("file", "only `cacheblend ingest` reads Parquet; send its rows as JSON lines")
     max_documents, documents, characters = server.http.max_documents, list[dict[str, Any]](), 0
     with _written(server.uploads_folder, name, raw) as path, FileConverter() as converter:
         try:
             title = PurePosixPath(name).stem
-            read = file_documents(path, id_, converter, title=title, where=name, check=check_in_time, limits=LINE_LIMITS)
-            for document in islice(read, max_documents + 1):
+            for document in file_documents(
+                path, id_, converter, title=title, where=name, check=check_in_time, limits=LINE_LIMITS
+            ):
                 documents.append(document)
                 characters += len(document["text"])
                 if len(documents) > max_documents or characters > MAX_CHARACTERS:
-                    why = f"file: more than {max_documents} documents or {MAX_CHARACTERS} characters; split it"
-                    raise ApiError(413, why, param="file", code="too_many_documents")
+                    why = f"more than {max_documents} documents or {MAX_CHARACTERS} characters; split it"
+                    raise refused("file", why, status=413, code="too_many_documents")
         except MissingExtraError as error:
-            remedy = f"file: this kind needs the extra `{error.extra}` where the service runs; send it as text"
-            raise ApiError(400, remedy, param="file", code="invalid_value") from error
+            raise refused("file", f"needs the extra `{error.extra}` where the service runs; send it as text") from error
         except InputError as error:
-            why = str(error).replace(str(path.resolve()), name).replace(str(path), name)
-            raise ApiError(400, f"file: {why}", param="file", code="invalid_value") from None
+            raise refused("file", str(error).replace(str(path.resolve()), name).replace(str(path), name)) from None
     return documents
 
 
@@ -315,11 +293,11 @@ def _written(parent: Path, name: str, raw: bytes) -> Iterator[Path]:
     Raises:
         StoreFullError: it cannot be written.
     """
-    known = next((suffix for suffix in JSONL_SUFFIXES if name.lower().endswith(suffix)), PurePosixPath(name.lower()).suffix)
+    suffix = _SUFFIX.search(name.lower())
     with ExitStack() as opened:
         try:
             folder = opened.enter_context(tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True))
-            path = Path(folder, f"file{known if known in JSONL_SUFFIXES or _SUFFIX.fullmatch(known) else ''}")
+            path = Path(folder, f"file{suffix[0] if suffix else ''}")
             path.write_bytes(raw)
         except OSError as error:
             raise StoreFullError(f"an upload cannot be written to {parent}: {error}") from error

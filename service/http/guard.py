@@ -1,34 +1,50 @@
-"""The guard before every request: what its headers decide, whose it is, its body's bounds, and its reading as JSON."""
+"""Refusals: what headers, key and body decide before an endpoint runs, and every error in OpenAI's shape."""
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
+import logging
 import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
+from typing import Any, TypeVar, cast
 
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cacheblend.base.errors import CacheBlendError, InputError, QueueFullError
+from cacheblend.base.errors import (
+    BudgetTooSmallError,
+    CacheBlendError,
+    ConfigError,
+    DamagedDocumentError,
+    DeadlineError,
+    DocumentChangedError,
+    InputError,
+    PromptTooLongError,
+    QueueFullError,
+    ShuttingDownError,
+    StoreFullError,
+)
 from cacheblend.base.memory import return_freed_memory
 from cacheblend.retriever.document import NO_ID
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.json_lines import check_values
 
 from .config import HOST_NAME, ApiKeys, HttpConfig
-from .errors import ApiError, error_response, shortened, validation_error
+from .schemas import TAGS
 
+logger = logging.getLogger(__name__)
 PAGE_FILES = {"/": "page.html", **{f"/{name}": name for name in ("page.css", "page.js", "api.js", "answer.js", "documents.js")}}
 # They need no key, and may only be read.
 PUBLIC_PATHS = frozenset({"/health", "/healthz", "/readyz", "/metrics", "/openapi.json", *PAGE_FILES})
@@ -43,7 +59,118 @@ RETRY_AFTER_S = 5
 LARGE_BYTES = 2**20  # some time after such a body is answered, freed memory goes back to the system
 RETURN_AFTER_S = 5.0
 SMALL_BYTES = 2**14  # a body that is read in less time than a thread needs to begin
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+MAX_SHOWN = 80
+INTERNAL = "internal_error"
+NO_ROOM = "there is no room: the disk or the store's budget is full; the service's log says which, under the request's id"
+# HTTP status and code of an error, by the first line that is of its kind.
+KNOWN: tuple[tuple[type[Exception], int, str | None], ...] = (
+    (QueueFullError, 429, "queue_full"),
+    (ShuttingDownError, 503, None),
+    (DeadlineError, 504, "deadline_exceeded"),
+    (StoreFullError, 507, "store_full"),
+    (DocumentChangedError, 409, "document_changed"),
+    (DamagedDocumentError, 500, "document_damaged"),
+    (ConfigError, 400, "invalid_value"),
+    (PromptTooLongError, 400, "context_length_exceeded"),
+    (InputError, 400, None),
+    (Exception, 500, INTERNAL),
+)
+KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+# What pydantic finds, where its own words do not say what to do.
+REMEDIES = {
+    "missing": "is missing; give it",
+    "extra_forbidden": "is no field of this request; leave it out",
+    "none_required": "is not supported; leave it out",
+    "model_type": "must be an object",
+}
+# What pydantic would say of these fields helps nobody.
+FIELD_REMEDIES = {
+    "prompt": "is one text, or a list of one; ask for several in several requests",
+    "modalities": 'only ["text"] is supported; leave it out',
+    "functions": "are OpenAI's older form of tools; leave them out, and give tools",
+    "function_call": 'only "none" and "auto" are supported; leave it out',
+    "audio": "this service answers only in text; leave it out",
+    "web_search_options": "this service searches only its own documents; leave it out",
+}
 _Model = TypeVar("_Model", bound=BaseModel)
+
+
+class ApiError(CacheBlendError):
+    """A request that the API itself refuses."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+
+def refused(field: str, why: str, status: int = 400, code: str | None = "invalid_value") -> ApiError:
+    """The error of a field of a request."""
+    return ApiError(status, f"{field}: {why}", param=field, code=code)
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    """`{"error": {"message", "type", "param", "code"}}`; what nobody foresaw, and paths, are in the log only."""
+    status, code = _status_and_code(error)
+    message, param = str(error), error.field if isinstance(error, ConfigError) else getattr(error, "param", None)
+    if code == INTERNAL:
+        message = "an error inside the service; its log has it under the request's id"
+    elif isinstance(error, StoreFullError) and not isinstance(error, BudgetTooSmallError):
+        message = NO_ROOM
+    kind = KINDS.get(status) or ("invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(error: Exception) -> JSONResponse:
+    """The response to an error; a failure of the service's own is logged."""
+    status, _ = _status_and_code(error)
+    if status >= 500 and not isinstance(error, ShuttingDownError | DeadlineError):
+        logger.error("request %s met an error", REQUEST_ID.get(), exc_info=error)
+    headers = {}
+    if isinstance(error, QueueFullError):
+        headers["Retry-After"] = str(error.retry_after_s)
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(error_body(error), status, headers)
+
+
+def _status_and_code(error: Exception) -> tuple[int, str | None]:
+    if isinstance(error, ApiError):
+        return error.status, error.code
+    return next((status, code) for kind, status, code in KNOWN if isinstance(error, kind))
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Answer an error that an endpoint, FastAPI or Starlette raised on purpose; `RequestLog` answers the others."""
+    headers: Mapping[str, str] | None = None
+    if isinstance(error, RequestValidationError):
+        error = validation_error(error.errors()[0])
+    elif isinstance(error, HTTPException):
+        method, path = request.method[:MAX_SHOWN], shortened(request.scope["path"])
+        known = {404: f"there is no {method} {path}", 405: f"{method} is not for {path}"}
+        headers, error = error.headers, ApiError(error.status_code, known.get(error.status_code, str(error.detail)))
+    response = error_response(error)
+    response.headers.update(headers or {})
+    return response
+
+
+def validation_error(first: Mapping[str, Any]) -> ApiError:
+    """The error of a field, from the first that pydantic found."""
+    kind = first["type"]
+    names = [part for part in first["loc"] if part not in ("body", "query", "path", *TAGS)]
+    place = [str(name)[:MAX_SHOWN].encode(errors="backslashreplace").decode() for name in names]  # a name may be no Unicode
+    param = ".".join(place) or None
+    given = "" if kind == "missing" else f", got {shortened(first.get('input'))}"
+    why = REMEDIES.get(kind) or re.sub(r"^\w+ should", "must", first["msg"].removeprefix("Value error, "))
+    if kind not in ("missing", "value_error"):
+        why = next((FIELD_REMEDIES[name] for name in (*names[:1], *names[-1:]) if name in FIELD_REMEDIES), why)
+    return ApiError(400, f"{param or 'the body'}: {why}{given}", param=param, code="invalid_value")
+
+
+def shortened(value: object) -> str:
+    """A client's text, in ASCII and at most `MAX_SHOWN` characters, for a message."""
+    text = ascii(value[: 2 * MAX_SHOWN] if isinstance(value, str | bytes | list) else value)
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 
 class Guard:
@@ -76,56 +203,39 @@ class Guard:
         named = frozenset(name.lower() for name in http.allowed_hosts)
         bound = http.host.lower() if re.fullmatch(HOST_NAME, http.host) else f"[{http.host.lower()}]"
         self._hosts = None if keys.required and not named else OWN_HOSTS | named | {bound}
-        self._accepts_addresses = http.host in ANY_ADDRESS
         self._held = Counter[str]()  # bytes of bodies, by tenant
         self._longest = max(http.max_body_bytes, http.max_completion_bytes)
-        self._returns_memory = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers: dict[bytes, bytes] = {}
-        for name, value in scope["headers"]:
-            headers.setdefault(name, value)
-        has_body = headers.get(b"content-length", b"0").strip() != b"0" or b"transfer-encoding" in headers
-        try:
-            self._check(scope, headers, has_body)
-        except ApiError as error:
-            await self._refuse(error, has_body, scope, receive, send)
-            return
-        if not has_body:
-            await self._app(scope, receive, send)
-            return
-        with self._counted(scope["state"].get("tenant", "")) as count:
+        headers = Headers(scope=scope)
+        has_body = headers.get("content-length", "0").strip() != "0" or "transfer-encoding" in headers
+        with ExitStack() as counted:
             try:
-                body = await self._read(scope, headers, receive, count)
+                self._check(scope, headers, has_body)
+                if has_body:
+                    count = counted.enter_context(self._counted(scope["state"].get("tenant", "")))
+                    receive = _replay(await self._read(scope, headers, receive, count), receive)
             except CacheBlendError as error:
                 await self._refuse(error, has_body, scope, receive, send)
                 return
-            if body is None:
-                return
-            messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-            del body  # the app's is the only one
+            await self._app(scope, receive, send)
 
-            async def replay() -> Message:
-                return messages.pop() if messages else await receive()
-
-            await self._app(scope, replay, send)
-
-    def _check(self, scope: Scope, headers: Mapping[bytes, bytes], has_body: bool) -> None:
+    def _check(self, scope: Scope, headers: Headers, has_body: bool) -> None:
         path, writes = scope["path"], scope["method"] not in READING
-        host = headers.get(b"host", b"").decode("latin-1").lower()
+        host, origin = headers.get("host", "").lower(), headers.get("origin")
         self._check_host(host)
-        tenant = self._keys.tenant(headers[b"authorization"].decode("latin-1") if b"authorization" in headers else None)
+        tenant = self._keys.tenant(headers.get("authorization"))
         if tenant is not None:
             scope.setdefault("state", {}).update(tenant=tenant, engine=self._engines[tenant])
         elif path not in PUBLIC_PATHS or writes:
             message = "the API key is missing or not known; send it as `Authorization: Bearer KEY`"
             raise ApiError(401, message, code="invalid_api_key")
-        if writes and b"origin" in headers:
-            self._check_origin(headers[b"origin"].decode("latin-1"), host)
+        if writes and origin is not None:
+            self._check_origin(origin, host)
         if NO_ID.search(path):
             message = "the path has a control character, or a byte that is no UTF-8; no document has such an id"
             raise ApiError(400, message, code="invalid_value")
@@ -133,12 +243,12 @@ class Guard:
             self._check_framing(scope["method"], path, headers)
 
     @staticmethod
-    def _check_framing(method: str, path: str, headers: Mapping[bytes, bytes]) -> None:
+    def _check_framing(method: str, path: str, headers: Headers) -> None:
         if method in READING:
             raise ApiError(400, f"{method} requests have no body; leave it out", code="invalid_value")
-        if b"content-length" in headers and b"transfer-encoding" in headers:
+        if "content-length" in headers and "transfer-encoding" in headers:
             raise ApiError(400, "the body has a Content-Length and a Transfer-Encoding; send one of them", code="invalid_value")
-        sent = headers.get(b"content-type", b"").decode("latin-1")
+        sent = headers.get("content-type", "")
         kind = sent.partition(";")[0].strip().lower()
         is_form = path == "/v1/documents" and kind == "multipart/form-data"
         if not is_form and not re.fullmatch(r"application/([\w.-]+\+)?json", kind, re.ASCII):
@@ -146,18 +256,18 @@ class Guard:
             raise ApiError(400, f"the body came with {came}; send JSON with Content-Type: application/json")
 
     def _check_host(self, host: str) -> None:
-        if self._hosts is None:
-            return
         named = re.fullmatch(rf"({HOST_NAME})\.?(:\d*)?", host)
         name = named[1].removesuffix(".") if named else ""
-        if name in self._hosts or (self._accepts_addresses and _is_address(name)):
+        # An address, which no name server can point elsewhere, is ours where all of the machine's are listened on.
+        is_address = self._http.host in ANY_ADDRESS and re.fullmatch(r"[\d.]+|\[.+\]", name)
+        if self._hosts is None or name in self._hosts or is_address:
             return
         message = f"this service is not called {shortened(host)}; if it is, name that in allowed_hosts (--allowed-hosts)"
         raise ApiError(421, message, code="unknown_host")
 
     def _check_origin(self, origin: str, host: str) -> None:
         allowed = self._http.cors_origins
-        if "*" in allowed or origin in allowed or (host and _address_of(origin) == host):
+        if "*" in allowed or origin in allowed or (host and origin.partition("://")[2].lower() == host):
             return
         message = f"pages of {shortened(origin)} may not change anything here; name that in cors_origins if they should"
         raise ApiError(403, message, code="foreign_origin")
@@ -170,8 +280,8 @@ class Guard:
             await response(scope, receive, send)
             return
         # The server closes the connection after the response's last message, and a client that still sends then sees no answer.
-        headers = [*response.raw_headers, (b"connection", b"close")]
-        await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+        response.headers["connection"] = "close"
+        await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body, "more_body": True})
         with suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_S):
@@ -179,13 +289,11 @@ class Guard:
                     pass
         await send({"type": "http.response.body", "body": b""})
 
-    async def _read(
-        self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, count: Callable[[int], None]
-    ) -> bytes | None:
-        """The body; None where the client has gone.
+    async def _read(self, scope: Scope, headers: Headers, receive: Receive, count: Callable[[int], None]) -> bytes:
+        """The body.
 
         Raises:
-            ApiError: 413 or 408.
+            ApiError: 413, 408, or 499 if the client has left.
             QueueFullError: there are too many bytes of bodies.
         """
         name, max_bytes = "max_body_bytes", self._http.max_body_bytes
@@ -193,25 +301,25 @@ class Guard:
             name, max_bytes = "max_completion_bytes", self._http.max_completion_bytes
         why = f"the body is longer than {name}={max_bytes}; send less, or in parts"
         too_long = ApiError(413, why, code="body_too_long")
-        if (declared := headers.get(b"content-length", b"0")).isdigit() and int(declared) > max_bytes:
+        if (declared := headers.get("content-length", "0")).isdigit() and int(declared) > max_bytes:
             raise too_long
-        parts, read_bytes = list[bytes](), 0
+        parts, read_bytes, more_body = list[bytes](), 0, True
         try:
             async with asyncio.timeout(self._body_s):
-                while True:
+                while more_body:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        return None
+                        raise client_left()
+                    more_body = message.get("more_body", False)
                     parts.append(message.get("body", b""))
                     read_bytes += len(parts[-1])
                     if read_bytes > max_bytes:
                         raise too_long
                     count(read_bytes)
-                    if not message.get("more_body", False):
-                        return parts[0] if len(parts) == 1 else b"".join(parts)
         except TimeoutError:
             why = f"the body did not come within {self._body_s:g} s; send it again"
             raise ApiError(408, why, code="body_timeout") from None
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     @contextmanager
     def _counted(self, tenant: str) -> Iterator[Callable[[int], None]]:
@@ -221,14 +329,10 @@ class Guard:
         def count(read_bytes: int) -> None:
             nonlocal counted
             more = max(0, read_bytes - UNCOUNTED_BYTES) - counted
-            if more and (
-                self._held[tenant] + more > BODIES_OF_TENANT * self._longest
-                or self._held.total() + more > BODIES * self._longest
-            ):
-                raise QueueFullError(
-                    f"unanswered requests have too many bytes of bodies together; try again in {RETRY_AFTER_S} s",
-                    RETRY_AFTER_S,
-                )
+            own_bytes, all_bytes = self._held[tenant] + more, self._held.total() + more
+            if more and (own_bytes > BODIES_OF_TENANT * self._longest or all_bytes > BODIES * self._longest):
+                why = f"unanswered requests have too many bytes of bodies together; try again in {RETRY_AFTER_S} s"
+                raise QueueFullError(why, RETRY_AFTER_S)
             self._held[tenant] += more
             counted += more
 
@@ -237,30 +341,24 @@ class Guard:
         finally:
             self._held[tenant] -= counted
             self._held += Counter()  # without the tenants that have none
-            if counted > LARGE_BYTES and not self._returns_memory:
-                self._returns_memory = True
-                asyncio.get_running_loop().call_later(RETURN_AFTER_S, self._return_memory)
-
-    def _return_memory(self) -> None:
-        self._returns_memory = False
-        threading.Thread(target=return_freed_memory, daemon=True).start()
+            if counted > LARGE_BYTES:
+                returning = threading.Thread(target=return_freed_memory, daemon=True)
+                asyncio.get_running_loop().call_later(RETURN_AFTER_S, returning.start)
 
 
-def _address_of(origin: str) -> str:
-    """Host and port of an origin; nothing of what is no address."""
-    try:
-        return urlsplit(origin).netloc.lower()
-    except ValueError:  # "http://[" and the like
-        return ""
+def client_left() -> ApiError:
+    """The error of a client that waits no more: nobody reads it, and the log has it."""
+    return ApiError(499, "the client has left")
 
 
-def _is_address(name: str) -> bool:
-    """Whether a host is an address, which no name server can point elsewhere."""
-    try:
-        ipaddress.ip_address(name.strip("[]"))
-    except ValueError:
-        return False
-    return True
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A body that has come as one message, which the application may drop, and what follows it."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay
 
 
 class JsonRoute(APIRoute):
@@ -273,9 +371,7 @@ class JsonRoute(APIRoute):
         """The endpoint's call; FastAPI's own for an endpoint without a body."""
         if self.body_field is None:
             return super().get_route_handler()
-        model = self.body_field.field_info.annotation
-        assert isinstance(model, type), "a route has one model as its body"
-        assert issubclass(model, BaseModel), "a route has one model as its body"
+        model = cast(type[BaseModel], self.body_field.field_info.annotation)
 
         async def handle(request: Request) -> Response:
             body = await read_json(request, model)
@@ -306,15 +402,9 @@ def read_body(raw: bytes, model: type[_Model]) -> _Model:
         raise ApiError(413, str(error), code="body_too_large") from None
     try:
         value = json.loads(raw.decode("utf-8-sig"))
-    except RecursionError:
-        raise ApiError(400, "the body cannot be read as JSON: it is nested too deep") from None
-    except UnicodeDecodeError as error:
-        why = f"it is not {error.encoding} ({error.reason} at byte {error.start})"
-        raise ApiError(400, f"the body cannot be read as JSON: {why}") from None
-    except json.JSONDecodeError as error:
-        raise ApiError(400, f"the body is not JSON: {error.msg}") from None
-    except ValueError as error:  # a number with thousands of digits; after the semicolon Python advises the server
-        raise ApiError(400, f"the body cannot be read as JSON: {str(error).partition(';')[0]}") from None
+    except (ValueError, RecursionError) as error:  # of a number with thousands of digits Python advises after a semicolon
+        why = "it is nested too deep" if isinstance(error, RecursionError) else str(error).partition(";")[0]
+        raise ApiError(400, f"the body is not JSON: {why}") from None
     try:
         return model.model_validate(value)
     except ValidationError as error:

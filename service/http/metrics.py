@@ -20,137 +20,96 @@ from cacheblend.service.serving.quality_guard import ShadowReport
 from cacheblend.service.serving.scheduler import Scheduler
 from cacheblend.service.serving.served_request import Done, Failed, ServedRequest
 
-from .errors import REQUEST_ID, error_response
+from .guard import REQUEST_ID, error_response
 
 logger = logging.getLogger(__name__)
 HEADER = "x-request-id"
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-DEVIATION = (0.01, 0.1, 1.0, 10.0, 100.0, 1000.0)
-PREFIX_GAUGES = {
-    "parts": "Prefix blocks held, each counted once a kind of layer.",
-    "bytes": "Bytes of their keys and values.",
-    "budget_bytes": "Upper bound of their bytes.",
+# Of a comparison's fields.
+GUARD_HISTOGRAMS = {
+    "agreement": ("Share of full prefill's first tokens that blending draws too.", (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)),
+    "first_token_kl_nats": (
+        "KL divergence of the first token's distribution, full from blended.",
+        (0.0001, 0.001, 0.01, 0.1, 0.5, 1.0, 2.0, 5.0),
+    ),
+    "relative_kv_error": (
+        "Squared difference of the KV to full prefill's, over its squared size.",
+        (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0),
+    ),
 }
-PREFIX_COUNTERS = {
-    "lookups": "Prompts whose beginning was looked up.",
-    "hits": "Prompts of which at least one block was found.",
-    "evictions": "Parts of blocks that made room for others.",
-}
+STORE_COUNTERS = ("misses", "damaged", "failed_writes")
 REMOTE_COUNTERS = {
     "hits": "entries that requests found there",
     "misses": "entries that were looked up and not there",
     "failures": "calls that were not answered, or too late",
     "damaged": "entries whose bytes were not what was written",
     "read_bytes": "bytes that came",
-    "sent": "entries that were written",
     "sent_bytes": "bytes that were written",
     "dropped_writes": "changes that were not made",
 }
-AGREEMENT = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
-KL_NATS = (0.0001, 0.001, 0.01, 0.1, 0.5, 1.0, 2.0, 5.0)
-RELATIVE_KV_ERROR = (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
-class Metrics:
-    """Counts the requests of one server, in a registry of its own.
+class Metrics(Collector):
+    """Counts the requests of one server, in a registry of its own; beside them the state of scheduler and stores, as it is when
+    asked.
 
     Args:
         model: its name.
     """
 
     def __init__(self, model: str) -> None:
-        self._registry = registry = CollectorRegistry()
+        self._registry, self._model = CollectorRegistry(), model
         self._scraping, self._scraped, self._scrape = asyncio.Lock(), 0.0, b""
-        self._model = model
-        self._requests = Counter("cacheblend_requests", "Requests that ended.", ["method", "outcome"], registry=registry)
-        self._ttft_s = Histogram(
-            "cacheblend_ttft_seconds",
-            "Question and chunks in hand to first token, the queue included.",
-            ["method"],
-            registry=registry,
-            buckets=SECONDS,
-        )
-        self._queue_s = Histogram("cacheblend_queue_seconds", "Time in the queue.", registry=registry, buckets=SECONDS)
-        self._total_s = Histogram(
-            "cacheblend_request_seconds", "Time from arrival to the last token.", ["method"], registry=registry, buckets=SECONDS
-        )
-        self._tokens = Counter(
-            "cacheblend_tokens",
-            "Tokens by what became of them: prompt, reused, recomputed, generated.",
-            ["kind"],
-            registry=registry,
-        )
-        self._chunks = Counter(
-            "cacheblend_chunks", "Chunks of prompts by where their KV came from.", ["source"], registry=registry
-        )
-        self._loaded = Counter("cacheblend_loaded_bytes", "Bytes of stored KV loaded.", ["tier"], registry=registry)
-        self._deviation = Histogram(
-            "cacheblend_kv_deviation",
-            "Mean KV deviation of a request's reused tokens, where it was measured.",
-            registry=registry,
-            buckets=DEVIATION,
-        )
-        self._errors = Counter("cacheblend_http_errors", "Responses with an error status.", ["status"], registry=registry)
-        labels = ["namespace", "model"]
-        self._evaluations = Counter(
-            "cacheblend_shadow_evaluations",
-            "Sampled requests by what became of their shadow evaluation: compared, dropped, failed.",
-            [*labels, "outcome"],
-            registry=registry,
-        )
 
-        def histogram(name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(f"cacheblend_guard_{name}", documentation, labels, registry=registry, buckets=buckets)
+        def counter(name: str, documentation: str, *labels: str) -> Counter:
+            return Counter(name, documentation, labels, registry=self._registry)
 
-        self._guard_agreement = histogram(
-            "agreement", "Share of full prefill's first tokens that blending draws too.", AGREEMENT
-        )
-        self._guard_kl = histogram(
-            "first_token_kl_nats", "KL divergence of the first token's distribution, full from blended.", KL_NATS
-        )
-        self._guard_kv_error = histogram(
-            "relative_kv_error", "Squared difference of the KV to full prefill's, over its squared size.", RELATIVE_KV_ERROR
-        )
-        self._full_recompute = Gauge(
-            "cacheblend_guard_full_recompute",
-            "1 while the guard recomputes every prompt in full, else 0.",
-            labels,
-            registry=registry,
-        )
+        def histogram(name: str, documentation: str, buckets: Sequence[float], *labels: str) -> Histogram:
+            return Histogram(name, documentation, labels, registry=self._registry, buckets=buckets)
+
+        self._requests = counter("cacheblend_requests", "Requests that ended.", "method", "outcome")
+        ttft = "Question and chunks in hand to first token, the queue included."
+        self._ttft_s = histogram("cacheblend_ttft_seconds", ttft, SECONDS, "method")
+        self._queue_s = histogram("cacheblend_queue_seconds", "Time in the queue.", SECONDS)
+        self._tokens = counter("cacheblend_tokens", "Tokens that were prompt, reused, recomputed, generated.", "kind")
+        self._chunks = counter("cacheblend_chunks", "Chunks of prompts by where their KV came from.", "source")
+        self._loaded = counter("cacheblend_loaded_bytes", "Bytes of stored KV loaded.", "tier")
+        self._errors = counter("cacheblend_http_errors", "Responses with an error status.", "status")
+        labels = "namespace", "model"
+        evaluations = "Shadow evaluations of sampled requests: compared, dropped, failed."
+        self._evaluations = counter("cacheblend_shadow_evaluations", evaluations, *labels, "outcome")
+        self._guard = {
+            name: histogram(f"cacheblend_guard_{name}", documentation, buckets, *labels)
+            for name, (documentation, buckets) in GUARD_HISTOGRAMS.items()
+        }
+        full = "1 while the guard recomputes every prompt in full, else 0."
+        self._full_recompute = Gauge("cacheblend_guard_full_recompute", full, labels, registry=self._registry)
 
     def observe(self, request: ServedRequest, how: Done | Failed | None) -> None:
         """Count a request that ended; `Scheduler` calls it."""
-        method = request.prepared.method
+        if isinstance(how, Done):
+            self._tokens.labels("generated").inc(len(how.answer.token_ids))
         if request.is_follower:  # another choice of a request that is counted
-            if isinstance(how, Done):
-                self._tokens.labels("generated").inc(len(how.answer.token_ids))
             return
-        if how is None:
-            self._requests.labels(method, "cancelled").inc()
+        method = request.prepared.method
+        if not isinstance(how, Done):
+            self._requests.labels(method, "cancelled" if how is None else "failed").inc()
             return
-        if isinstance(how, Failed):
-            self._requests.labels(method, "failed").inc()
-            return
-        plan, timings = how.answer.plan, how.answer.timings
+        plan = how.answer.plan
         self._requests.labels(method, how.finish_reason).inc()
-        self._ttft_s.labels(method).observe(timings.ttft_s)
+        self._ttft_s.labels(method).observe(how.answer.timings.ttft_s)
         self._queue_s.observe(how.queue_s)
-        self._total_s.labels(method).observe(time.perf_counter() - request.prepared.started)
-        self._tokens.labels("prompt").inc(plan.prompt_tokens)
         stored = sum(
             len(segment.token_ids) for segment in plan.segments if segment.kind == "reused" and segment.tier is not None
         )
+        self._tokens.labels("prompt").inc(plan.prompt_tokens)
         self._tokens.labels("reused").inc(max(0.0, stored - plan.recomputed_tokens))
         self._tokens.labels("recomputed").inc(plan.recomputed_tokens)
-        self._tokens.labels("generated").inc(len(how.answer.token_ids))
         for segment in plan.segments:
             if segment.key is not None:
                 self._chunks.labels(segment.tier or "computed").inc()
         for tier, loaded in plan.loaded_bytes.items():
             self._loaded.labels(tier).inc(loaded)
-        measured = how.deviation_N[how.deviation_N > 0]
-        if len(measured):
-            self._deviation.observe(float(measured.mean()))
 
     def observe_shadow(self, report: ShadowReport) -> None:
         """Count a shadow evaluation by the tenant's name and the model, never by a salt; `Scheduler` calls it."""
@@ -158,9 +117,8 @@ class Metrics:
         self._evaluations.labels(*labels, report.outcome).inc()
         self._full_recompute.labels(*labels).set(report.full_recompute)
         if (found := report.comparison) is not None:
-            self._guard_agreement.labels(*labels).observe(found.agreement)
-            self._guard_kl.labels(*labels).observe(found.first_token_kl_nats)
-            self._guard_kv_error.labels(*labels).observe(found.relative_kv_error)
+            for name, histogram in self._guard.items():
+                histogram.labels(*labels).observe(getattr(found, name))
 
     def count_error(self, status: int) -> None:
         """Count a response with an error status."""
@@ -168,7 +126,8 @@ class Metrics:
 
     def watch(self, scheduler: Scheduler, engines: Iterable[Engine]) -> None:
         """Also export the state of scheduler and stores, as it is when asked."""
-        self._registry.register(_State(scheduler, tuple(engines)))
+        self._scheduler, self._engines = scheduler, tuple(engines)
+        self._registry.register(self)
 
     def text(self) -> bytes:
         """Prometheus' text format."""
@@ -179,53 +138,36 @@ class Metrics:
         came = time.perf_counter()
         async with self._scraping:
             if self._scraped < came:
-                self._scraped = time.perf_counter()
-                self._scrape = await run_in_threadpool(self.text)
+                self._scraped, self._scrape = time.perf_counter(), await run_in_threadpool(self.text)
             return self._scrape
-
-
-class _State(Collector):
-    """State of the scheduler, the stores and the prefix blocks, read at each scrape and summed over tenants."""
-
-    def __init__(self, scheduler: Scheduler, engines: tuple[Engine, ...]) -> None:
-        self._scheduler, self._engines = scheduler, engines
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: the stores are not asked before the first scrape."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """All of them, now."""
-        state = self._scheduler.state
+        """The state now, summed over tenants."""
         requests = GaugeMetricFamily("cacheblend_requests_now", "Requests by state.", labels=["state"])
         for name in ("waiting", "prefilling", "decoding"):
-            requests.add_metric([name], getattr(state, name))
+            requests.add_metric([name], getattr(self._scheduler.state, name))
         yield requests
-        stats = [engine.store.stats() for engine in self._engines]
-        for name, kind in (("entries", "gauge"), ("bytes", "gauge"), ("hits", "counter"), ("evictions", "counter")):
-            family = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
+        stores = [engine.store.stats() for engine in self._engines]
+        for name in ("entries", "bytes", "hits", "evictions"):
+            family = CounterMetricFamily if name in ("hits", "evictions") else GaugeMetricFamily
             metric = family(f"cacheblend_store_{name}", f"The stores' {name} by tier.", labels=["tier"])
-            for tier in dict.fromkeys(tier for one in stats for tier in one.tiers):
-                metric.add_metric([tier], sum(getattr(one.tiers[tier], name) for one in stats if tier in one.tiers))
+            for tier in stores[0].tiers:
+                metric.add_metric([tier], sum(getattr(store.tiers[tier], name) for store in stores))
             yield metric
-        for name in ("misses", "damaged", "failed_writes"):
-            yield CounterMetricFamily(
-                f"cacheblend_store_{name}", f"The stores' {name}.", value=sum(getattr(one, name) for one in stats)
-            )
-        remotes = [one.remote for one in stats if one.remote is not None]
+        for name in STORE_COUNTERS:
+            total = sum(getattr(store, name) for store in stores)
+            yield CounterMetricFamily(f"cacheblend_store_{name}", f"The stores' {name}.", value=total)
+        remotes = [store.remote for store in stores if store.remote is not None]
         for name, what in REMOTE_COUNTERS.items() if remotes else ():
-            value = sum(getattr(one, name) for one in remotes)
-            yield CounterMetricFamily(f"cacheblend_remote_{name}", f"The remote tiers' {what}.", value=value)
+            total = sum(getattr(remote, name) for remote in remotes)
+            yield CounterMetricFamily(f"cacheblend_remote_{name}", f"The remote tiers' {what}.", value=total)
         if remotes:
-            unavailable = sum(one.state != "closed" for one in remotes)
-            yield GaugeMetricFamily(
-                "cacheblend_remote_unavailable", "Remote tiers that are not asked, since they do not answer.", unavailable
-            )
-        prefixes = [engine.prefixes.stats() for engine in self._engines]
-        for name, what in PREFIX_GAUGES.items():
-            yield GaugeMetricFamily(f"cacheblend_prefix_{name}", what, value=sum(getattr(one, name) for one in prefixes))
-        for name, what in PREFIX_COUNTERS.items():
-            yield CounterMetricFamily(f"cacheblend_prefix_{name}", what, value=sum(getattr(one, name) for one in prefixes))
+            what = "Remote tiers that are not asked, since they do not answer."
+            yield GaugeMetricFamily("cacheblend_remote_unavailable", what, sum(remote.state != "closed" for remote in remotes))
 
 
 class RequestLog:

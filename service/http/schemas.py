@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -13,14 +15,11 @@ from pydantic import (
     Field,
     StringConstraints,
     Tag,
-    ValidationInfo,
-    field_validator,
     model_validator,
 )
 
 from cacheblend.service.engine.prompt import Message
-
-from .tools import MAX_TOOLS, call_schema, check_bounds, read_arguments
+from cacheblend.service.serving.grammar import ANY_OBJECT, is_deeper
 
 MAX_STOP_STRINGS = 4
 MAX_NUM_CHUNKS = 1000
@@ -30,23 +29,85 @@ MAX_CHOICES = 16
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_INPUTS = 2048  # texts of one call for embeddings, as OpenAI has it
-TEXT_TAG, LIST_TAG, OBJECT_TAG = "<text>", "<list>", "<object>"  # which part of a union a value is read as; no names of fields
 MAX_FIELDS = 100  # of one object, known or not: each that is not known is an error of its own
+MAX_TOOLS = 32
+MAX_TOOL_CHARACTERS = 2**16  # of all tools of a request as JSON, and of one call's arguments
+MAX_TOOL_DEPTH = 32  # levels of the same
+TAGS = TEXT_TAG, OBJECT_TAG = "<text>", "<object>"  # which part of a union a value is read as; no names of fields
+Schema = dict[str, Any]  # a JSON schema
 
 
-# A constraint has pydantic refuse half a surrogate pair, which JSON can spell and which is no character.
-Text = Annotated[str, StringConstraints(min_length=0)]
-Salt = Annotated[Text, StringConstraints(max_length=256)]
-StopString = Annotated[Text, StringConstraints(min_length=1, max_length=256)]
+def check_bounds(value: Any) -> None:
+    """Refuse JSON that is too long, too deep, or has text that is no Unicode or a number that is not finite.
 
-OneText = Annotated[list[Text], Field(min_length=1, max_length=1, fail_fast=True)]
-Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
-StopList = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
-# Says which of two forms a value has, so that an error speaks of that one.
-TextOrList = Discriminator(lambda value: LIST_TAG if isinstance(value, list) else TEXT_TAG)
-TextOrObject = Discriminator(lambda value: OBJECT_TAG if isinstance(value, dict) else TEXT_TAG)
-FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-CallId = Annotated[Text, StringConstraints(min_length=1, max_length=256)]
+    Raises:
+        ValueError: it does; the message says what is allowed.
+    """
+    if is_deeper(value, MAX_TOOL_DEPTH):
+        raise ValueError(f"is more than {MAX_TOOL_DEPTH} levels deep; make it simpler")
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"is not Unicode: {error.reason}") from None
+    except ValueError:
+        raise ValueError("has NaN or a number beyond 1e308, which JSON has not; leave it out") from None
+    if len(text) > MAX_TOOL_CHARACTERS:
+        raise ValueError(f"has more than {MAX_TOOL_CHARACTERS} characters as JSON; make it shorter")
+
+
+def read_arguments(text: Any) -> dict[str, Any]:
+    """A call's arguments from their JSON.
+
+    Raises:
+        ValueError: it is not the JSON of an object, or outside the bounds.
+    """
+    try:
+        value = json.loads(text) if isinstance(text, str) and len(text) <= MAX_TOOL_CHARACTERS else None
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"must be the JSON of an object, as the service gave it, of at most {MAX_TOOL_CHARACTERS} characters")
+    check_bounds(value)
+    return value
+
+
+def call_schema(functions: Sequence[tuple[str, Mapping[str, Any] | None]]) -> Schema:
+    """The JSON schema of a call of one of the functions.
+
+    Args:
+        functions: names, and schemas of their arguments; None for a function without arguments.
+    """
+    calls = []
+    for place, (name, parameters) in enumerate(functions):
+        arguments = {"type": "object", "additionalProperties": False} if parameters is None else parameters
+        properties = {"name": {"const": name}, "arguments": _moved(arguments, f"#/anyOf/{place}/properties/arguments")}
+        calls.append({"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False})
+    return {"anyOf": calls}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema as a part of another one: what its references name begins at its place there."""
+    if isinstance(schema, list):
+        return [_moved(part, place) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    moved = {key: _moved(value, place) for key, value in schema.items()}
+    if isinstance(to := schema.get("$ref"), str) and to.startswith("#"):
+        moved["$ref"] = place + to[1:]
+    return moved
+
+
+def _as_list(given: Any) -> Any:
+    """A text as a list of it."""
+    if not isinstance(given, str | list):
+        raise ValueError("must be a text, or a list of them")
+    return [given] if isinstance(given, str) else given
+
+
+def _as_parts(given: Any) -> Any:
+    """A text as the parts of a message."""
+    return [{"type": "text", "text": given}] if isinstance(given, str) else _as_list(given)
 
 
 def _limit_biases(given: Any) -> Any:
@@ -56,7 +117,33 @@ def _limit_biases(given: Any) -> Any:
     return given
 
 
-Biases = Annotated[dict[str, Bias], Field(max_length=MAX_BIASES), BeforeValidator(_limit_biases)]
+def _without_token_ids(given: Any) -> Any:
+    if isinstance(given, list) and given and isinstance(given[0], int | list):
+        raise ValueError("give texts; token ids are other models' (in LangChain: check_embedding_ctx_length=False)")
+    return given
+
+
+# A constraint has pydantic refuse half a surrogate pair, which JSON can spell and which is no character.
+Text = Annotated[str, StringConstraints(min_length=0)]
+Name = Annotated[Text, StringConstraints(max_length=256)]
+CallId = Annotated[Name, StringConstraints(min_length=1)]
+FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[dict[str, Bias], BeforeValidator(_limit_biases)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+TokenCount = Annotated[int, Field(ge=1)]
+# Fields that are a text or a list are a list to us.
+Texts = Text | list[Text]
+ListOfTexts = BeforeValidator(_as_list, json_schema_input_type=Texts)
+StopStrings = Annotated[list[CallId], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), ListOfTexts]
+Prompt = Annotated[list[Text], Field(min_length=1, max_length=1, fail_fast=True), ListOfTexts]
+Inputs = Annotated[
+    list[Text],
+    Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True),
+    BeforeValidator(_without_token_ids),
+    ListOfTexts,
+]
 
 
 class StrictModel(BaseModel):
@@ -65,7 +152,7 @@ class StrictModel(BaseModel):
     `ignored` names fields that clients send and that change nothing here: they may hold anything.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     ignored: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
@@ -93,47 +180,29 @@ class TextPart(StrictModel):
     type: Literal["text"]
     text: Text
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_text(cls, given: Any) -> Any:
-        kind = given.get("type") if isinstance(given, dict) else None
-        if isinstance(kind, str) and kind != "text":
-            media = next((word for word in ("image", "audio", "video", "file") if word in kind), "parts of this type")
-            raise ValueError(f"{media}: this service reads only text; leave the part out, or send its text")
-        return given
 
-
-Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+Parts = Text | list[TextPart]
+Content = Annotated[
+    list[TextPart],
+    Field(max_length=MAX_PARTS, fail_fast=True),
+    BeforeValidator(_as_parts, json_schema_input_type=Parts),
+]
 
 
 class CalledFunction(StrictModel):
     """Function that is called; the arguments are JSON in a text."""
 
     name: FunctionName
-    arguments: Text
-
-    @field_validator("arguments")
-    @classmethod
-    def _is_an_object(cls, text: str) -> str:
-        read_arguments(text)
-        return text
+    arguments: Annotated[dict[str, Any], BeforeValidator(read_arguments, json_schema_input_type=str)]
 
 
 class CallBody(StrictModel):
-    """A call of an earlier answer, which comes back in the conversation."""
+    """A call of an earlier answer, which comes back in the conversation; dumped, it is as chat templates have it."""
 
     ignored = frozenset({"index"})  # of a stream's pieces
     id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
-
-    def call(self) -> dict[str, Any]:
-        """The call as chat templates have it."""
-        function = {"name": self.function.name, "arguments": read_arguments(self.function.arguments)}
-        return {"id": self.id, "type": "function", "function": function}
-
-
-Content = Annotated[Annotated[Text, Tag(TEXT_TAG)] | Annotated[Parts, Tag(LIST_TAG)], TextOrList]
 
 
 class MessageBody(StrictModel):
@@ -142,42 +211,30 @@ class MessageBody(StrictModel):
     ignored = frozenset({"annotations", "reasoning_content"})  # of an earlier answer that comes back
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: Annotated[list[CallBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_call_id: Annotated[CallId | None, Field(validate_default=True)] = None
-    content: Annotated[Content | None, Field(validate_default=True)] = None
-    name: Annotated[Text, StringConstraints(max_length=256)] | None = None
+    tool_call_id: CallId | None = None
+    content: Content | None = None
+    name: Name | None = None
     # Of an answer of OpenAI's or another service's that comes back in a conversation: what says nothing is ignored.
     refusal: None = None
     audio: None = None
     function_call: None = None
 
-    @field_validator("tool_calls")
-    @classmethod
-    def _are_the_assistants(cls, calls: list[CallBody] | None, info: ValidationInfo) -> list[CallBody] | None:
-        if calls and info.data.get("role") != "assistant":
-            raise ValueError("are only the assistant's; leave them out")
-        return calls
-
-    @field_validator("tool_call_id")
-    @classmethod
-    def _is_of_a_result(cls, call: str | None, info: ValidationInfo) -> str | None:
-        if (info.data.get("role") == "tool") != (call is not None):
-            raise ValueError("say with a tool's result, and with nothing else, which call it is of")
-        return call
-
-    @field_validator("content")
-    @classmethod
-    def _is_there(cls, content: str | list[TextPart] | None, info: ValidationInfo) -> str | list[TextPart] | None:
-        if content is None and not info.data.get("tool_calls"):
-            raise ValueError("is missing; give it")
-        return content
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls: are only the assistant's; leave them out")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("tool_call_id: say with a tool's result, and with nothing else, which call it is of")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content: is missing; give it")
+        return self
 
     def message(self) -> Message:
         """The turn in the service's words."""
-        content = self.content or ""
         return Message(
             "system" if self.role == "developer" else self.role,
-            content if isinstance(content, str) else "".join(part.text for part in content),
-            tuple(call.call() for call in self.tool_calls or ()),
+            "".join(part.text for part in self.content or ()),
+            tuple(call.model_dump() for call in self.tool_calls or ()),
             self.tool_call_id,
             self.name,
         )
@@ -186,10 +243,10 @@ class MessageBody(StrictModel):
 class FunctionBody(StrictModel):
     """A function that the model may call; `parameters` is the JSON schema of its arguments."""
 
+    ignored = frozenset({"strict"})  # where a call must come its arguments always have their schema
     name: FunctionName
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # where a call must come its arguments always have their schema
+    parameters: Schema | None = None
 
 
 class ToolBody(StrictModel):
@@ -200,34 +257,22 @@ class ToolBody(StrictModel):
 
     def tool(self) -> dict[str, Any]:
         """The tool as chat templates have it."""
-        return {"type": "function", "function": self.function.model_dump(exclude={"strict"}, exclude_none=True)}
-
-
-class NamedFunction(StrictModel):
-    """The name of a function."""
-
-    name: FunctionName
-
-
-class NamedTool(StrictModel):
-    """The one tool that is to be called."""
-
-    type: Literal["function"]
-    function: NamedFunction
+        return self.model_dump(exclude_none=True)
 
 
 def _differ(tools: list[ToolBody]) -> list[ToolBody]:
     """Refuse two tools of one name, and tools that are too much together."""
-    names = [tool.function.name for tool in tools]
-    if len(set(names)) < len(names):
+    if len({tool.function.name for tool in tools}) < len(tools):
         raise ValueError("two have the same name; give each its own")
     check_bounds([tool.tool() for tool in tools])
     return tools
 
 
 Tools = Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_differ)]
+# The discriminator says which of two forms a value has, so that an error speaks of that one.
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag(TEXT_TAG)] | Annotated[NamedTool, Tag(OBJECT_TAG)], TextOrObject
+    Annotated[Literal["none", "auto", "required"], Tag(TEXT_TAG)] | Annotated[ToolBody, Tag(OBJECT_TAG)],
+    Discriminator(lambda value: OBJECT_TAG if isinstance(value, dict) else TEXT_TAG),
 ]
 
 
@@ -242,7 +287,7 @@ class JsonSchema(StrictModel):
     """A schema that the answer has; it is enforced whether `strict` says so or not."""
 
     ignored = frozenset({"name", "description", "strict"})
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[Schema, Field(alias="schema")]
 
 
 class ResponseFormat(StrictModel):
@@ -280,17 +325,17 @@ class GenerationBody(StrictModel):
     model: str | None = None  # the one there is
     stream: bool = False
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = 0.0
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = 1.0
+    max_tokens: TokenCount | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # of sampling, as in vLLM; 0 and -1 are all tokens
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[Annotated[StopString, Tag(TEXT_TAG)] | Annotated[StopList, Tag(LIST_TAG)], TextOrList] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = 0.0
+    stop: StopStrings | None = None
+    min_p: Share | None = 0.0
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
-    presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = 1.0
+    presence_penalty: Penalty | None = 0.0
+    frequency_penalty: Penalty | None = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = 1.0
     logit_bias: Biases | None = None  # by token id
     response_format: ResponseFormat | None = None
     parallel_tool_calls: bool | None = None
@@ -298,8 +343,8 @@ class GenerationBody(StrictModel):
     documents: Annotated[list[DocumentBody], Field(fail_fast=True)] | None = None  # how many: `max_documents`
     num_chunks: Annotated[int, Field(ge=0, le=MAX_NUM_CHUNKS)] | None = None
     method: str = "blend"
-    recompute_ratio: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
-    cache_salt: Salt = ""
+    recompute_ratio: Share | None = None
+    cache_salt: Name = ""
     return_chunks: bool = False
 
     @property
@@ -308,27 +353,25 @@ class GenerationBody(StrictModel):
         return []
 
     @property
-    def forced_call(self) -> dict[str, Any] | None:
-        """The JSON schema of the call that the answer must be; None where it may be a text."""
-        return None
+    def answer_schema(self) -> tuple[str, Schema] | None:
+        """The field that asks for JSON, and the schema that the answer must have; None for an answer in any words."""
+        form = self.response_format
+        if form is None or form.type == "text":
+            return None
+        return "response_format", ANY_OBJECT if form.json_schema is None else form.json_schema.schema_
 
     @property
     def returned_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are returned with each; None for nothing of it."""
+        """How many of the likeliest tokens are returned with each; None for no log-probabilities."""
         return None
-
-    def stop_strings(self) -> list[str]:
-        """`stop` as a list."""
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
 
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
     ignored = frozenset(f"{OF_CLIENTS} {OF_OPEN_WEBUI}".split())
-
     messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     modalities: list[Literal["text"]] | None = None
@@ -339,32 +382,25 @@ class ChatBody(GenerationBody):
 
     @property
     def called_tools(self) -> list[ToolBody]:
-        """The tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
-    def forced_call(self) -> dict[str, Any] | None:
+    def answer_schema(self) -> tuple[str, Schema] | None:
         if self.tool_choice in (None, "none", "auto"):
-            return None
-        only = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+            return super().answer_schema
+        only = self.tool_choice.function.name if isinstance(self.tool_choice, ToolBody) else None
         functions = [tool.function for tool in self.called_tools]
-        return call_schema([(one.name, one.parameters) for one in functions if only in (None, one.name)])
+        return "tool_choice", call_schema([(one.name, one.parameters) for one in functions if only in (None, one.name)])
 
     @property
     def returned_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    @model_validator(mode="after")
-    def _tells_what_it_may(self) -> Self:
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs: set logprobs to true with it")
-        return self
+        return self.top_logprobs or 0 if self.logprobs or self.top_logprobs else None
 
 
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
-    prompt: Annotated[Annotated[Text, Tag(TEXT_TAG)] | Annotated[OneText, Tag(LIST_TAG)], TextOrList]
+    prompt: Prompt
     echo: Literal[False] | None = False
     best_of: Literal[1] | None = 1
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -374,30 +410,12 @@ class CompletionBody(GenerationBody):
     def returned_logprobs(self) -> int | None:
         return self.logprobs
 
-    def text(self) -> str:
-        """The prompt."""
-        return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
-
-
-def _without_token_ids(inputs: list[Any]) -> list[Any]:
-    if inputs and isinstance(inputs[0], int | list):
-        raise ValueError("give texts; token ids are other models' (in LangChain: check_embedding_ctx_length=False)")
-    return inputs
-
-
-Inputs = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True), BeforeValidator(_without_token_ids)]
-
 
 class EmbeddingsBody(StrictModel):
     """`POST /v1/embeddings`."""
 
     ignored = frozenset(OF_CLIENTS.split())
-
     model: str | None = None
-    input: Annotated[Annotated[Text, Tag(TEXT_TAG)] | Annotated[Inputs, Tag(LIST_TAG)], TextOrList]
+    input: Inputs
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: int | None = None
-
-    def texts(self) -> list[str]:
-        """`input` as a list."""
-        return [self.input] if isinstance(self.input, str) else self.input

@@ -5,32 +5,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from fastapi import Request
 
 from cacheblend.base.errors import ClientGoneError, ServiceError
-from cacheblend.base.progress import Check, Note
+from cacheblend.base.progress import Check
 from cacheblend.retriever import Embedder
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.serving.calls import Call, CallPool
 from cacheblend.service.serving.config import ServingConfig
 from cacheblend.service.serving.grammar import GrammarCompiler
-from cacheblend.service.serving.scheduler import Observer, Scheduler
-from cacheblend.service.serving.served_request import Done, Failed, ServedRequest
+from cacheblend.service.serving.scheduler import Scheduler
 
 from .config import ApiKeys, HttpConfig, TenantConfig, engine_configs
-from .errors import ApiError, shortened
+from .guard import ApiError, client_left, refused, shortened
 from .metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -39,17 +37,35 @@ MAX_DOCUMENT_CALLS = 32  # of a tenant, waiting and running; and as many embeddi
 STALL_S = 60.0
 BACKGROUND_SHARE = 0.25  # of the time, for uploads and embeddings while requests run or wait
 LOOK_FOR_CLIENT_S = 0.5  # how often a request that waits is checked for its client
-MAX_NAME_CHARACTERS = 200  # of an upload in a list
 UPLOADS_FOLDER = "uploads"
 _Result = TypeVar("_Result")
+
+
+@dataclass(slots=True, eq=False)
+class Ingest:
+    """An upload that has not ended.
+
+    Args:
+        tenant: whose it is.
+        name: of the file, or the first document's id.
+        progress: the stage ("waiting" for its turn, "read" into text, "index" or "precompute"), how many documents, in
+            "precompute" chunks, are done, and of how many; 0 where that is not known.
+    """
+
+    tenant: str
+    name: str
+    progress: tuple[str, int, int] = ("waiting", 0, 0)
+
+    def note(self, stage: str, done: int, total: int) -> None:
+        """Note how far it is; from any thread."""
+        self.progress = stage, done, total
 
 
 class Server:
     """Owns all that answers requests; a context manager.
 
     What is done for requests beside the model has threads of its own by its kind: `preparing` (layout, retrieval), `uploads`,
-    `document_calls` (lists, deletions) and `embeddings` (metrics), so that none of them waits
-    for another. Tenants take turns.
+    `document_calls` (lists, deletions) and `embeddings`, so that none of them waits for another. Tenants take turns.
 
     Without tenants there is one engine, on the config's own folder. With tenants each has an engine on a folder of its own
     below it, with its part of the budgets, and all share the model and the embedder.
@@ -61,8 +77,10 @@ class Server:
         tenants: who may use it; none for everybody who reaches it.
         engine: in place of the one that the config names; closed by its maker. Only without tenants.
         embedder: in place of the one that the config names.
-        observer: called with every request that ends, and how, beside the metrics; see `Scheduler`.
         stall_s: seconds without a step of what runs after which the service is not ready.
+
+    Attributes:
+        ingests: uploads that have not ended, in the order of their coming; of the event loop's thread.
 
     Raises:
         ConfigError: tenants that share a name or a key, or whose budgets are more than the service's.
@@ -78,7 +96,6 @@ class Server:
         *,
         engine: Engine | None = None,
         embedder: Embedder | None = None,
-        observer: Observer = lambda *_: None,
         stall_s: float = STALL_S,
     ) -> None:
         tenants = tuple(tenants)
@@ -86,26 +103,20 @@ class Server:
         self.keys = ApiKeys(tenants, self.http.api_key)
         self.model_name = self.http.served_model_name or Path(engine_config.model).name or engine_config.model
         self.started = int(time.time())
+        self.metrics, self.ingests = Metrics(self.model_name), list[Ingest]()
+        self.reading = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by tenant: large bodies, one at a time
         with ExitStack() as opened:
             self.engines = _open_engines(opened, engine_config, tenants, engine, embedder)
-            any_engine = next(iter(self.engines.values()))
-            self.metrics = Metrics(self.model_name)
-            self.ingests = RunningIngests()
+            fusor = next(iter(self.engines.values())).fusor
             self.uploads_folder = Path(engine_config.store_dir, UPLOADS_FOLDER)
             shutil.rmtree(self.uploads_folder, ignore_errors=True)  # files that a service that was killed has left
             self.uploads_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-            def ended(request: ServedRequest, how: Done | Failed | None) -> None:
-                self.metrics.observe(request, how)
-                observer(request, how)
-
-            several = len(tenants) > 1
+            metrics, several = self.metrics, len(tenants) > 1
             self.scheduler = scheduler = opened.enter_context(
-                Scheduler(any_engine.fusor, serving, ended, self.metrics.observe_shadow, several_tenants=several)
+                Scheduler(fusor, serving, metrics.observe, metrics.observe_shadow, several_tenants=several)
             )
-            tokenizer = any_engine.fusor.tokenizer
-            self.grammars = GrammarCompiler(any_engine.fusor.model, tokenizer)
-            self.token_text = lru_cache(None)(lambda token: str(tokenizer.decode([token])))  # at most one of each word
+            self.grammars = GrammarCompiler(fusor.model, fusor.tokenizer)
+            self.token_text = lru_cache(None)(lambda token: str(fusor.tokenizer.decode([token])))  # at most one of each word
             limits = scheduler.config
             self.preparing = preparing = CallPool("preparing requests", limits.max_waiting, at_once=4)
             background = partial(
@@ -117,10 +128,10 @@ class Server:
             self.uploads = background("uploads", limits.max_uploads)
             self.document_calls = CallPool("calls about documents", MAX_DOCUMENT_CALLS, per_tenant=2)
             self.embeddings = background("embeddings", MAX_DOCUMENT_CALLS)
-            self.reading = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by tenant: large bodies, one at a time
+            self._pools = (self.preparing, self.uploads, self.document_calls, self.embeddings)
             for pool in self._pools:
                 opened.callback(pool.close)
-            self.metrics.watch(self.scheduler, self.engines.values())
+            metrics.watch(scheduler, self.engines.values())
             self._opened = opened.pop_all()
 
     def check_model(self, name: str | None, *others: str) -> None:
@@ -133,6 +144,16 @@ class Server:
             message = f"there is no model {shortened(name)} here; use {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
+    def check_count(self, documents: Sequence[object] | None) -> None:
+        """Refuse too many documents.
+
+        Raises:
+            ApiError: there are more than `max_documents`.
+        """
+        if documents is not None and len(documents) > self.http.max_documents:
+            why = f"{len(documents)} are more than max_documents={self.http.max_documents}; send fewer at once"
+            raise refused("documents", why, code="too_many_documents")
+
     @property
     def not_ready(self) -> str:
         """Why requests are not served, or do not get on; empty where they are."""
@@ -141,8 +162,7 @@ class Server:
         stalled_s = max(self.scheduler.stalled_s, *(pool.stalled_s for pool in self._pools))
         if stalled_s > self._stall_s:
             return f"the service does not get on: nothing has been done for {stalled_s:.0f} s of what waits"
-        folders = (engine.config for engine in self.engines.values())
-        if not all(Path(config.store_dir, KV_FOLDER).is_dir() for config in folders):
+        if not all(Path(engine.config.store_dir, KV_FOLDER).is_dir() for engine in self.engines.values()):
             return "the folder of a store is gone; bring it back, or start the service anew"
         return ""
 
@@ -166,24 +186,17 @@ class Server:
         for pool in self._pools:
             pool.close(timeout_s=0)
 
-    def close(self) -> None:
-        """Finish what runs, close the engines that were opened here; a second call does nothing."""
-        self._opened.close()
-
-    @property
-    def _pools(self) -> tuple[CallPool, ...]:
-        return self.preparing, self.uploads, self.document_calls, self.embeddings
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None:
-            self.close()
-            return
+        """Finish what runs, and close the engines that were opened here."""
         try:
             self._opened.__exit__(kind, error, trace)
-        except Exception:  # the block's own error is the one to see
+        except Exception:
+            if error is None:
+                raise
+            # The block's own error is the one to see.
             logger.exception("the service could not be closed as it should; what was acknowledged is on disk")
 
 
@@ -194,70 +207,16 @@ def _open_engines(
     if not tenants:
         return {"": engine or opened.enter_context(Engine(config, embedder=embedder))}
     engines: dict[str, Engine] = {}
+    shared: dict[str, Any] = {"embedder": embedder}
     for name, own in engine_configs(config, tenants).items():
-        first = next(iter(engines.values()), None)
-        engines[name] = opened.enter_context(
-            Engine(
-                own,
-                fusor=first.fusor if first else None,
-                embedder=first.retriever.embedder if first else embedder,
-                foreground=first.foreground if first else None,
-            )
-        )
+        engines[name] = one = opened.enter_context(Engine(own, **shared))
+        shared = {"fusor": one.fusor, "embedder": one.retriever.embedder, "foreground": one.foreground}
     return engines
-
-
-@dataclass(frozen=True, slots=True)
-class Ingest:
-    """An upload that has not ended.
-
-    Args:
-        name: of the file, or the first document's id.
-        stage: "waiting" for its turn, "read" into text, "index" or "precompute".
-        done: documents, in "precompute" chunks.
-        total: of them; 0 where that is not known.
-    """
-
-    name: str
-    stage: str
-    done: int
-    total: int
-
-
-class RunningIngests:
-    """The uploads of all tenants that have not ended. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._running: dict[object, tuple[str, Ingest]] = {}  # by a token of each: its tenant, and how far it is
-
-    @contextmanager
-    def follow(self, tenant: str, name: str) -> Iterator[Note]:
-        """List an upload while the block runs; yields a function of the stage, the finished and the total amount."""
-        token, name = object(), name[:MAX_NAME_CHARACTERS]
-
-        def report(stage: str, done: int, total: int) -> None:
-            with self._lock:
-                if token in self._running:  # a thread may go on for a moment after its client has left
-                    self._running[token] = tenant, Ingest(name, stage, done, total)
-
-        with self._lock:
-            self._running[token] = tenant, Ingest(name, "waiting", 0, 0)
-        try:
-            yield report
-        finally:
-            with self._lock:
-                del self._running[token]
-
-    def of_tenant(self, tenant: str) -> list[Ingest]:
-        """A tenant's, in the order of their coming."""
-        with self._lock:
-            return [ingest for owner, ingest in self._running.values() if owner == tenant]
 
 
 def arrived(request: Request) -> float:
     """When a request came, in seconds of `time.perf_counter`; its deadline counts from then."""
-    return float(getattr(request.state, "arrived", None) or time.perf_counter())
+    return float(request.state.arrived)
 
 
 async def run_call(pool: CallPool, request: Request, work: Callable[[Check], _Result], *, until_begun: bool = False) -> _Result:
@@ -277,27 +236,22 @@ async def run_call(pool: CallPool, request: Request, work: Callable[[Check], _Re
     server: Server = request.app.state.server
     call = Call(
         work,
-        tenant=getattr(request.state, "tenant", ""),
+        tenant=request.state.tenant,
         deadline_s=server.scheduler.config.deadline_s,
         arrived=arrived(request),
         until_begun=until_begun,
     )
     pool.submit(call)
     waiting = asyncio.wrap_future(call.future)
-    why: ServiceError = ClientGoneError("the client has left")
     try:
-        while not waiting.done():
-            await asyncio.wait([waiting], timeout=LOOK_FOR_CLIENT_S)
-            if waiting.done():
-                break
+        while not (await asyncio.wait([waiting], timeout=LOOK_FOR_CLIENT_S))[0]:
             if await request.is_disconnected():
-                raise ApiError(499, str(why))  # nobody reads it; the log does
+                raise client_left()
             if (late := call.over) is not None:
-                why = late
                 raise late
-    except BaseException:  # the server cancels what waits when it is closed
+    except BaseException as error:  # the server cancels what waits when it is closed
         waiting.cancel()
-        pool.leave(call, why)
+        pool.leave(call, error if isinstance(error, ServiceError) else ClientGoneError("the client has left"))
         raise
     return waiting.result()
 

@@ -1,7 +1,6 @@
-// What an answer is made of: its prompt as a strip, its chunks, and the numbers that lead from sentences to them.
+// What an answer is made of: its prompt as bars, its chunks, and the numbers that lead from sentences to them.
 import { $, button, element } from "/api.js";
 
-const CELLS = 48; // of a chunk's bar at most
 const PLACES = { ram: "from RAM", nvme: "from NVMe", memory: "held by the service", computed: "computed" };
 const COMMON_WORDS = 2; // that a sentence shares with a chunk to be led to it
 const FIGURE_WORDS = 2; // that a figure counts as: chunks share it by chance less often than a word
@@ -11,6 +10,7 @@ const SENTENCES = /(?<=(?<!(?:^|\n)\s*\p{N}{1,2})[.!?]\s|\n)/u;
 
 const titled = (chunk) => chunk.title || chunk.document_id;
 const textOf = (chunk) => chunk.tokens.map((token) => token.text).join("");
+const recomputedOf = (chunk) => chunk.tokens.filter((token) => token.recomputed > 0).length;
 const allWords = (text) => text.toLowerCase().match(/\p{N}+(?:[.,:]\p{N}+)*|[\p{L}\p{N}]+/gu) ?? [];
 const isFigure = (word) => /^\p{N}/u.test(word);
 /** What a text can be known by: its words of three letters or more, and its figures, however short. */
@@ -24,62 +24,49 @@ function open(number) {
   item.focus();
 }
 
-/** The prompt's chunks as bars: every cell some neighbouring tokens, as bright as their share that was recomputed. */
-export function showStrip(chunks) {
-  $("bars").replaceChildren(
-    ...chunks.map((chunk, index) => {
-      const item = element("li");
-      const bar = button(undefined, () => open(index + 1));
-      const recomputed = chunk.tokens.filter((token) => token.recomputed > 0).length;
-      const all = chunk.source === "computed";
-      bar.setAttribute("aria-label", `Chunk ${index + 1}, ${titled(chunk)}: ${all ? "all" : recomputed} of ${chunk.tokens.length} tokens recomputed`);
-      bar.append(element("span", `${index + 1}  ${titled(chunk)}`, "name"));
-      const cells = element("span", undefined, "cells");
-      const size = Math.max(1, Math.ceil(chunk.tokens.length / CELLS));
-      for (let first = 0; first < chunk.tokens.length; first += size) {
-        const part = chunk.tokens.slice(first, first + size);
-        const share = all ? 1 : part.filter((token) => token.recomputed > 0).length / part.length;
-        const cell = element("span", undefined, share ? "lit" : "");
-        cell.style.setProperty("--share", share);
-        cell.style.setProperty("--place", index * 12 + first / size);
-        cells.append(cell);
-      }
-      bar.append(cells);
-      item.append(bar);
-      return item;
-    }),
-  );
-  $("strip").hidden = chunks.length === 0;
+/** A chunk of the prompt as a bar, lit where its tokens were recomputed. */
+function barOf(chunk, index) {
+  const all = chunk.source === "computed";
+  const bar = button(`${index + 1}  ${titled(chunk)}`, () => open(index + 1));
+  bar.setAttribute("aria-label", `Chunk ${index + 1}, ${titled(chunk)}: ${all ? "all" : recomputedOf(chunk)} of ${chunk.tokens.length} tokens recomputed`);
+  const width = 100 / chunk.tokens.length; // of a token, in percent
+  const stops = chunk.tokens.map((token, place) => `${all || token.recomputed ? "var(--glow)" : "var(--dark)"} 0 ${(place + 1) * width}%`);
+  const strip = element("span", undefined, "strip");
+  strip.style.background = `linear-gradient(to right, ${stops.join()})`;
+  bar.append(strip);
+  const item = element("li");
+  item.append(bar);
+  return item;
 }
 
-/** The chunks' texts, recomputed tokens shaded. */
-export function showChunks(chunks) {
-  const deviations = chunks.flatMap((chunk) => chunk.tokens.filter((t) => t.recomputed > 0).map((t) => t.deviation)).sort((a, b) => a - b);
-  const quarters = [1, 2, 3].map((quarter) => deviations[Math.ceil((quarter * deviations.length) / 4) - 1]);
-  const rank = (deviation) => quarters.filter((most) => most < deviation).length;
-  $("chunks").replaceChildren(
-    ...chunks.map((chunk, index) => {
-      const item = element("li");
-      item.tabIndex = -1;
-      const recomputed = chunk.tokens.filter((token) => token.recomputed > 0).length;
-      const lines = chunk.lines ? `, lines ${chunk.lines[0]} to ${chunk.lines[1]}` : "";
-      item.append(element("h3", `${index + 1}. ${titled(chunk)}, chunk ${chunk.position}${lines}`));
-      item.append(element("p", `KV ${PLACES[chunk.source] ?? chunk.source}; ${chunk.tokens.length} tokens, ${recomputed} recomputed`, "small"));
-      const tokens = element("div", undefined, "tokens");
-      for (const token of chunk.tokens) {
-        if (chunk.source === "computed" || token.recomputed === 0) {
-          tokens.append(document.createTextNode(token.text));
-          continue;
-        }
-        const mark = element("mark", token.text, `d${rank(token.deviation)}${token.recomputed > 0.5 ? " most" : ""}`);
-        mark.title = `recomputed in ${Math.round(100 * token.recomputed)} % of the layers`;
-        tokens.append(mark);
-      }
-      item.append(tokens);
-      return item;
-    }),
+/** A chunk's text, with recomputed tokens shaded by their share of the layers. */
+function textItem(chunk, index) {
+  const item = element("li");
+  item.tabIndex = -1;
+  const lines = chunk.lines ? `, lines ${chunk.lines[0]} to ${chunk.lines[1]}` : "";
+  const tokens = element("div", undefined, "tokens");
+  for (const token of chunk.tokens) {
+    const shaded = chunk.source !== "computed" && token.recomputed > 0;
+    const part = shaded ? element("mark", token.text) : document.createTextNode(token.text);
+    if (shaded) {
+      part.style.setProperty("--share", token.recomputed);
+      part.title = `recomputed in ${Math.round(100 * token.recomputed)} % of the layers`;
+    }
+    tokens.append(part);
+  }
+  item.append(
+    element("h3", `${index + 1}. ${titled(chunk)}, chunk ${chunk.position}${lines}`),
+    element("p", `KV ${PLACES[chunk.source] ?? chunk.source}; ${chunk.tokens.length} tokens, ${recomputedOf(chunk)} recomputed`, "small"),
+    tokens,
   );
-  $("sources").hidden = chunks.length === 0;
+  return item;
+}
+
+/** The prompt's chunks, as bars and as texts. */
+export function showChunks(chunks) {
+  $("bars").replaceChildren(...chunks.map(barOf));
+  $("chunks").replaceChildren(...chunks.map(textItem));
+  $("strip").hidden = $("sources").hidden = chunks.length === 0;
 }
 
 /** The number of the chunk that a sentence is from: the first that holds all of it, else the one that shares most with it. */
@@ -100,16 +87,14 @@ export function cite(chunks) {
   const texts = chunks.map((chunk) => spaced(textOf(chunk)));
   const known = chunks.map((chunk) => wordsOf(textOf(chunk)));
   const parts = [];
-  let cited = false;
   for (const sentence of $("answer").textContent.split(SENTENCES)) {
-    parts.push(document.createTextNode(sentence));
+    parts.push(sentence);
     const number = sourceOf(sentence, texts, known);
     if (!number) continue;
     const link = button(`[${number}]`, () => open(number), "plain");
     link.setAttribute("aria-label", `Source ${number}: ${titled(chunks[number - 1])}`);
     parts.push(link);
-    cited = true;
   }
   $("answer").replaceChildren(...parts);
-  $("cited").hidden = !cited;
+  $("cited").hidden = !$("answer").querySelector("button");
 }

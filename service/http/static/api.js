@@ -2,14 +2,6 @@
 export const $ = (id) => document.getElementById(id);
 const KEY = "cacheblend.key";
 
-/** An answer of the service that refuses something. */
-export class Refused extends Error {
-  constructor(status, message, retryAfterS) {
-    super(message);
-    Object.assign(this, { status, retryAfterS });
-  }
-}
-
 export function keep(key) {
   sessionStorage.setItem(KEY, key);
 }
@@ -17,7 +9,7 @@ export function keep(key) {
 /** Fetch a path; a refusal becomes an error with the service's words. */
 export async function api(path, options = {}) {
   const key = sessionStorage.getItem(KEY);
-  const headers = { ...(options.body instanceof FormData || !options.body ? {} : { "Content-Type": "application/json" }) };
+  const headers = typeof options.body === "string" ? { "Content-Type": "application/json" } : {};
   if (key) headers.Authorization = `Bearer ${key}`;
   const response = await fetch(path, { ...options, headers });
   if (response.ok) return response;
@@ -26,9 +18,10 @@ export async function api(path, options = {}) {
     $("key").focus();
   }
   const body = await response.json().catch(() => null);
-  const words = body?.error?.message ?? `the service answered ${response.status} ${response.statusText}`;
-  throw new Refused(response.status, words, Number(response.headers.get("Retry-After")) || 0);
+  throw new Error(body?.error?.message ?? `the service answered ${response.status} ${response.statusText}`);
 }
+
+export const json = async (path, options) => (await api(path, options)).json();
 
 /** The JSON of every server-sent event. */
 export async function* events(response) {

@@ -1,6 +1,6 @@
 // The question, its answer, and what the service says of itself.
-import { cite, showChunks, showStrip } from "/answer.js";
-import { $, api, button, events, keep, problem } from "/api.js";
+import { cite, showChunks } from "/answer.js";
+import { $, api, button, events, json, keep, problem } from "/api.js";
 import { list, startDocuments } from "/documents.js";
 
 const STORE_EVERY_MS = 3000;
@@ -43,12 +43,11 @@ async function answer(signal) {
   let report = null;
   for await (const event of events(response)) {
     if (event.error) throw new Error(event.error.message);
-    $("answer").append(document.createTextNode(event.choices[0]?.delta?.content ?? ""));
+    $("answer").append(event.choices[0]?.delta?.content ?? "");
     report = event.cacheblend ?? report;
   }
   if (!report) return;
   summarise(report);
-  showStrip(report.chunks);
   showChunks(report.chunks);
   cite(report.chunks);
 }
@@ -76,7 +75,7 @@ async function showStore() {
   if (readingStore) return; // a browser has few connections to a service, and the questions need them
   readingStore = true;
   try {
-    const store = await (await api("/v1/store")).json();
+    const store = await json("/v1/store");
     const hits = store.ram.hits + store.nvme.hits;
     const asked = hits + store.misses;
     const fill = (tier) => `${(tier.bytes / 2 ** 20).toFixed(0)} of ${(tier.budget_bytes / 2 ** 20).toFixed(0)} MiB`;
@@ -98,21 +97,17 @@ function showExamples() {
   const questions = [...(listed.length ? examples : []), ...titles.map((title) => `What is said about ${title}?`)].slice(0, EXAMPLES);
   const shown = [...$("examples").children].map((one) => one.textContent);
   if (questions.join("\n") === shown.join("\n")) return; // one of them may have the focus
-  $("examples").replaceChildren(
-    ...questions.map((question) => {
-      const example = button(question, () => {
-        $("question").value = question;
-        $("ask").requestSubmit();
-      });
-      example.title = question; // the row may cut it
-      return example;
-    }),
-  );
+  const exampleOf = (question) =>
+    button(question, () => {
+      $("question").value = question;
+      $("ask").requestSubmit();
+    });
+  $("examples").replaceChildren(...questions.map(exampleOf));
 }
 
 async function start() {
   try {
-    const [first] = (await (await api("/v1/models")).json()).data;
+    const [first] = (await json("/v1/models")).data;
     model = first.id;
     const chosen = $("method").value || "blend";
     $("method").replaceChildren(...first.methods.map((name) => new Option(name, name, name === "blend", name === chosen)));

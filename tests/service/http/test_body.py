@@ -20,16 +20,13 @@ from hypothesis import given
 from pydantic import ValidationError
 from starlette.types import Message
 
-from cacheblend.base.errors import InputError, PromptTooLongError
-from cacheblend.blend import Fusor
+from cacheblend.base.errors import InputError
 from cacheblend.service import Engine
 from cacheblend.service.engine.json_lines import MAX_TEXT_BYTES, MAX_VALUES, PIECE_BYTES, check_values
-from cacheblend.service.engine.prompt import PromptRenderer
 from cacheblend.service.engine.request import sampling_options
 from cacheblend.service.http.config import ApiKeys, HttpConfig
 from cacheblend.service.http.documents import IngestBody
-from cacheblend.service.http.errors import ApiError
-from cacheblend.service.http.guard import Guard, read_body
+from cacheblend.service.http.guard import ApiError, Guard, read_body
 from cacheblend.service.http.schemas import ChatBody
 from cacheblend.service.http.server import Server
 
@@ -255,14 +252,6 @@ def test_a_long_method_is_not_echoed(address: str) -> None:
         with socket.create_connection((host, int(port)), timeout=10) as connection:
             connection.sendall(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
             assert len(b"".join(iter(lambda: connection.recv(2**16), b""))) < 1000
-
-
-def test_characters_are_counted_before_tokens(fusor: Fusor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text that cannot fit is refused before it is tokenised."""
-    prompts = PromptRenderer(fusor.tokenizer, "", max_positions=fusor.max_positions)
-    monkeypatch.setattr(prompts, "_ids", lambda _: pytest.fail("it was tokenised"))
-    with pytest.raises(PromptTooLongError, match="512 positions"):
-        prompts.completion("x" * MIB)
 
 
 def test_a_temperature_that_is_nearly_none(client: httpx.Client) -> None:

@@ -9,14 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
-from api import MODEL, listening
+from api import MODEL, serving
 from engines import DOCUMENTS, OpenEngine
 from waiting import wait_until
 
 from cacheblend.base.errors import StoreFullError
 from cacheblend.service import Engine
-from cacheblend.service.http.config import HttpConfig
-from cacheblend.service.http.server import Server
 from cacheblend.service.serving.config import ServingConfig
 from cacheblend.store import ChunkKV
 from cacheblend.store.entry_file import write_files
@@ -128,12 +126,8 @@ def test_a_full_disk_is_told_to_whom_it_belongs(client: httpx.Client, engine: En
 def test_an_upload_beyond_the_budget_is_told_so(open_engine: OpenEngine) -> None:
     """An upload whose KV does not fit the budget at once gets 507, and leaves nothing."""
     engine = open_engine(nvme_budget_bytes=60_000)
-    http = HttpConfig(served_model_name=MODEL)
-    with (
-        Server(engine.config, ServingConfig(guard_share=0.0), http, engine=engine) as server,
-        listening(server) as address,
-        httpx.Client(base_url=address, timeout=60) as client,
-    ):
+    limits = ServingConfig(guard_share=0.0)
+    with serving(engine, limits) as (_, address), httpx.Client(base_url=address, timeout=60) as client:
         response = client.post("/v1/documents", json={"documents": DOCUMENTS[:2]})
         assert response.status_code == 507
         assert "does not fit the store's byte budget" in response.json()["error"]["message"]
@@ -165,8 +159,3 @@ def test_a_damaged_document_is_the_servers_fault(client: httpx.Client, engine: E
     assert client.post("/v1/documents", json={"documents": [DOCUMENTS[0]]}).status_code == 201
     assert client.post("/v1/chat/completions", json=body).status_code == 200
     wait_until(lambda: engine.store.stats().pending_writes == 0)
-
-
-def test_documents_that_are_no_list(client: httpx.Client) -> None:
-    response = client.post("/v1/documents", json={"documents": 5})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "documents")

@@ -1,9 +1,8 @@
-"""Embeddings over the API, and what other clients probe a service with."""
+"""Embeddings over the API."""
 
 from __future__ import annotations
 
 import threading
-from importlib import metadata
 
 import httpx
 import numpy as np
@@ -32,27 +31,6 @@ def test_embeddings(engine: Engine, openai_client: openai.OpenAI) -> None:
         assert answer.usage.prompt_tokens > len(TEXTS)
     one = openai_client.embeddings.create(model=name, input=QUESTION)
     np.testing.assert_allclose(one.data[0].embedding, expected[0], rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("change", "status", "named"),
-    [
-        ({"input": []}, 400, "input"),
-        ({"input": ["x"] * 2049}, 400, "input"),
-        ({"input": ["x", " "]}, 400, "input.1: is empty"),
-        ({"input": [[1, 2]]}, 400, "check_embedding_ctx_length=False"),
-        ({"input": [1, 2]}, 400, "check_embedding_ctx_length=False"),
-        ({"dimensions": 7}, 400, "dimensions"),
-        ({"model": "text-embedding-3-small"}, 404, "use 'tiny'"),
-        ({"encoding_format": "hex"}, 400, "encoding_format"),
-    ],
-    ids=lambda value: str(value)[:30],
-)
-def test_embeddings_that_cannot_be(client: httpx.Client, change: dict[str, object], status: int, named: str) -> None:
-    """What cannot be embedded is refused by the field's name."""
-    response = client.post("/v1/embeddings", json={"input": "x", **change})
-    assert response.status_code == status
-    assert named in response.json()["error"]["message"]
 
 
 def test_embeddings_of_a_client_that_goes(
@@ -84,13 +62,3 @@ def test_embeddings_of_a_client_that_goes(
     go_on.set()
     for thread in threads:
         thread.join()
-
-
-def test_probes(client: httpx.Client, server: Server) -> None:
-    """`/health` and `/version` answer as vLLM's do; a service that is stopping is not healthy; the model has a time."""
-    assert client.get("/health").status_code == 200
-    assert client.get("/version").json() == {"version": metadata.version("cacheblend")}
-    model = client.get("/v1/models").json()["data"][0]
-    assert model["created"] == server.started > 1.7e9
-    server.scheduler.stop()
-    assert client.get("/health").status_code == 503

@@ -15,26 +15,25 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message
 from waiting import wait_until
 
-from cacheblend.service.http.chat import token_texts
-from cacheblend.service.http.generation import EventStream
+from cacheblend.service.http.answers import token_texts
+from cacheblend.service.http.chat import EventStream
 from cacheblend.service.http.server import Server
 
 
-class Served:
+class OneEvent:
     cancelled = False
 
     def cancel(self) -> None:
         self.cancelled = True
 
-
-async def one_event() -> AsyncIterator[str]:
-    yield "data: {}\n\n"
+    async def pieces(self, *_: object) -> AsyncIterator[str]:
+        yield "data: {}\n\n"
 
 
 @pytest.mark.parametrize("client_is_there", [True, False])
 def test_cancelled_at_its_end(client_is_there: bool) -> None:
     """The response's end cancels the request: after the last event, and where the client is gone before the first one."""
-    served = Served()
+    served = OneEvent()
 
     async def receive() -> Message:
         return {"type": "http.disconnect"}
@@ -43,7 +42,7 @@ def test_cancelled_at_its_end(client_is_there: bool) -> None:
         if not client_is_there:
             raise OSError("the client is gone")
 
-    stream = EventStream(one_event(), served)  # type: ignore[arg-type]  # a stand-in
+    stream = EventStream(served, (0, None))  # type: ignore[arg-type]  # a stand-in
     with nullcontext() if client_is_there else pytest.raises(ClientDisconnect):
         asyncio.run(stream({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send))
     assert served.cancelled

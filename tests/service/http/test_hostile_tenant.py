@@ -14,21 +14,16 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from api import MODEL, listening
-from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION
+from api import MODEL, bearer, serving_tenants
+from engines import DOCUMENTS, QUESTION
 from fakes import FakeEmbedder
 from numpy.typing import NDArray
 from waiting import wait_until
 
-from cacheblend.blend import FusionConfig
-from cacheblend.retriever import RetrieverConfig
-from cacheblend.service import EngineConfig
-from cacheblend.service.http.config import HttpConfig, TenantConfig, hash_key, new_key
 from cacheblend.service.http.server import Server
 from cacheblend.service.serving.config import ServingConfig
 
-KEYS = {name: new_key() for name in ("hostile", "good")}
-TENANTS = [TenantConfig(name=name, api_key_sha256=(hash_key(key),)) for name, key in KEYS.items()]
+NAMES = ("hostile", "good")
 SLOW = "slowly"
 BOUND_S = 8.0  # of each answer, on a machine that does other work as well
 LONG_TEXT = " ".join(f"word{place}" for place in range(400))
@@ -69,33 +64,17 @@ def serve(model_dir: Path, tmp_path: Path, embedder: SlowEmbedder) -> Iterator[S
     """A server with both tenants, the good one's documents ingested, and a client of each."""
     with contextlib.ExitStack() as stack:
 
-        def start(*, stall_s: float = 60.0, **serving: Any) -> tuple[Server, dict[str, httpx.Client]]:
-            config = EngineConfig(
-                model=str(model_dir),
-                store_dir=tmp_path / "store",
-                max_tokens=2,
-                retriever=RetrieverConfig(chunk_tokens=CHUNK_TOKENS),
-                fusion=FusionConfig(recompute_ratio=0.15),
-            )
-            server = stack.enter_context(
-                Server(
-                    config,
-                    ServingConfig(guard_share=0, **serving),
-                    HttpConfig(served_model_name=MODEL),
-                    TENANTS,
-                    embedder=embedder,
-                    stall_s=stall_s,
-                )
+        def start(*, stall_s: float = 60.0, **limits: Any) -> tuple[Server, dict[str, httpx.Client]]:
+            serving = ServingConfig(guard_share=0, **limits)
+            server, address = stack.enter_context(
+                serving_tenants(NAMES, model_dir, tmp_path / "store", serving, embedder=embedder, stall_s=stall_s, max_tokens=2)
             )
             server.engines["good"].ingest(DOCUMENTS[:2])
             server.engines["hostile"].ingest(DOCUMENTS[:1])
             embedder.texts.clear()
-            address = stack.enter_context(listening(server))
             return server, {
-                name: stack.enter_context(
-                    httpx.Client(base_url=address, timeout=BOUND_S, headers={"Authorization": f"Bearer {key}"})
-                )
-                for name, key in KEYS.items()
+                name: stack.enter_context(httpx.Client(base_url=address, timeout=BOUND_S, headers=bearer(name)))
+                for name in NAMES
             }
 
         yield start
@@ -135,6 +114,7 @@ def test_uploads_of_another_tenant(serve: Serve, embedder: SlowEmbedder) -> None
     """Forty uploads, the first of which does not end: few wait, the rest are refused, and the other tenant is served."""
     server, clients = serve()
     statuses: list[int] = []
+    most = server.scheduler.config.max_uploads
 
     def upload(number: int) -> None:
         body = {"documents": [{"id": f"h{number}", "text": f"{SLOW} {number}"}]}
@@ -144,8 +124,11 @@ def test_uploads_of_another_tenant(serve: Serve, embedder: SlowEmbedder) -> None
     with ThreadPoolExecutor(40) as threads:
         uploads = [threads.submit(upload, number) for number in range(40)]
         assert embedder.entered.acquire(timeout=60)
-        wait_until(lambda: len(statuses) == 40 - server.scheduler.config.max_uploads)
+        wait_until(lambda: len(statuses) == 40 - most)
         assert set(statuses) == {429}
+        refused = clients["hostile"].put("/v1/documents/x", json={"text": "words"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert int(refused.headers["Retry-After"]) >= 1
         check_served(clients["good"])
         assert clients["good"].put("/v1/documents/own", json={"text": "words of its own"}).status_code == 200
         assert clients["hostile"].get("/v1/documents").status_code == 200
@@ -153,23 +136,7 @@ def test_uploads_of_another_tenant(serve: Serve, embedder: SlowEmbedder) -> None
         embedder.gate.set()
         for one in uploads:
             one.result()
-    assert sorted(statuses) == [201] * server.scheduler.config.max_uploads + [429] * (40 - server.scheduler.config.max_uploads)
-
-
-def test_refused_uploads_are_told_when_to_come(serve: Serve, embedder: SlowEmbedder) -> None:
-    """A tenant's upload too many is a 429 with `Retry-After`."""
-    _, clients = serve(max_uploads=1)
-    first = threading.Thread(
-        target=clients["hostile"].post, args=("/v1/documents",), kwargs={"json": {"documents": [{"text": SLOW}]}}
-    )
-    first.start()
-    assert embedder.entered.acquire(timeout=60)
-    refused = clients["hostile"].put("/v1/documents/x", json={"text": "words"})
-    assert refused.status_code == 429
-    assert refused.json()["error"]["code"] == "queue_full"
-    assert int(refused.headers["Retry-After"]) >= 1
-    embedder.gate.set()
-    first.join()
+    assert sorted(statuses) == [201] * most + [429] * (40 - most)
 
 
 def test_questions_of_another_tenant(serve: Serve, embedder: SlowEmbedder) -> None:
@@ -262,21 +229,6 @@ def test_a_question_too_long_is_not_embedded(serve: Serve, embedder: SlowEmbedde
         assert response.status_code == 400
         assert response.json()["error"]["code"] == "context_length_exceeded"
     assert embedder.texts == []
-
-
-def test_titles(serve: Serve, embedder: SlowEmbedder) -> None:
-    """A title has a bound, and the longest one costs the embedding about as much as none."""
-    _, clients = serve()
-    refused = clients["good"].post("/v1/documents", json={"documents": [{"id": "t", "title": "t" * 1001, "text": "x"}]})
-    assert refused.status_code == 400
-    assert "1000" in refused.json()["error"]["message"]
-    embedded = []
-    for title in ("", "t " * 500):
-        embedder.texts.clear()
-        body = {"title": title, "text": LONG_TEXT}
-        assert clients["good"].put("/v1/documents/t", json=body).status_code == 200
-        embedded.append(sum(map(len, embedder.texts)))
-    assert embedded[1] < 2.2 * embedded[0]  # chunks of 24 tokens: with those of 512 it is an eighth more
 
 
 def test_readiness(serve: Serve, embedder: SlowEmbedder, tmp_path: Path) -> None:

@@ -6,27 +6,22 @@ import asyncio
 import logging
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from api import MODEL, listening
-from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION
-from fakes import FakeEmbedder
+from api import MODEL, bearer, serving_tenants
+from engines import DOCUMENTS, QUESTION
 from waiting import wait_until
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.blend import FusionConfig
-from cacheblend.retriever import RetrieverConfig
-from cacheblend.service import Engine, EngineConfig
+from cacheblend.service import Engine
 from cacheblend.service.http.app import STATIC, run
-from cacheblend.service.http.config import HttpConfig, TenantConfig, hash_key, new_key
+from cacheblend.service.http.config import HttpConfig, TenantConfig
 from cacheblend.service.http.server import Server
 from cacheblend.service.serving.config import ServingConfig
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4}
-KEYS = {name: new_key() for name in ("one", "two")}
 
 
 def test_documents(client: httpx.Client) -> None:
@@ -95,41 +90,6 @@ def test_scrapes_share_their_work(server: Server, monkeypatch: pytest.MonkeyPatc
     assert len(texts) <= 2
 
 
-def test_tenants_never_meet(model_dir: Path, tmp_path: Path) -> None:
-    """A tenant sees, hits and counts its own documents alone, and without a key nothing is served."""
-    tenants = [TenantConfig(name=name, api_key_sha256=(hash_key(key),)) for name, key in KEYS.items()]
-    config = EngineConfig(
-        model=str(model_dir),
-        store_dir=tmp_path,
-        retriever=RetrieverConfig(chunk_tokens=CHUNK_TOKENS),
-        fusion=FusionConfig(recompute_ratio=0.15),
-    )
-    with (
-        Server(
-            config, ServingConfig(guard_share=0.0), HttpConfig(served_model_name=MODEL), tenants, embedder=FakeEmbedder()
-        ) as server,
-        listening(server) as address,
-        httpx.Client(base_url=address, timeout=60) as client,
-    ):
-        assert len({id(engine.fusor) for engine in server.engines.values()}) == 1
-        one, two = ({"Authorization": f"Bearer {key}"} for key in KEYS.values())
-        assert client.post("/v1/documents", json={"documents": DOCUMENTS}, headers=one).status_code == 201
-        assert client.get("/v1/documents", headers=two).json()["data"] == []
-        assert client.get("/v1/documents/for", headers=two).status_code == 404
-        asked = {**CHAT, "documents": [{key: DOCUMENTS[0][key] for key in ("title", "text")}]}
-        first = client.post("/v1/chat/completions", json=asked, headers=one).json()["cacheblend"]
-        other = client.post("/v1/chat/completions", json=asked, headers=two).json()["cacheblend"]
-        assert (first["misses"], other["hits"]) == (0, 0)
-        assert client.get("/v1/store", headers=one).json()["nvme"]["entries"] > 0
-        for headers in ({}, {"Authorization": "Bearer cb-wrong"}, {"Authorization": f"Basic {KEYS['one']}"}):
-            for method, path in (("GET", "/v1/models"), ("POST", "/v1/chat/completions"), ("GET", "/v1/documents")):
-                response = client.request(method, path, headers=headers)
-                assert response.status_code == 401
-                assert response.json()["error"]["code"] == "invalid_api_key"
-        assert client.get("/healthz").status_code == 200
-        assert "one" not in re.findall(r'"(\w+)"', client.get("/metrics").text)
-
-
 @pytest.mark.parametrize(
     ("tenants", "named"),
     [
@@ -146,27 +106,23 @@ def test_bad_tenants(engine: Engine, tenants: list[tuple[str, str]], named: str)
         Server(engine.config, tenants=[TenantConfig(name=name, api_key_sha256=(key,)) for name, key in tenants])
 
 
-def test_request_ids(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
-    """A request's log line and response have one id: the caller's where it is a plain word, else a new one."""
+def test_log(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    """A request's log line and response have one id, the caller's where it is a plain word. The line has the route, and nothing
+    of what its client wrote into path or method. An upgrade that there is not has no further line.
+    """
     caplog.set_level(logging.INFO, "cacheblend.service.http.metrics")
     assert client.get("/healthz", headers={"X-Request-Id": "mine-1"}).headers["X-Request-Id"] == "mine-1"
     made = client.get("/healthz", headers={"X-Request-Id": "not a word"}).headers["X-Request-Id"]
     assert re.fullmatch("[0-9a-f]{32}", made)
-    wait_until(lambda: len(caplog.messages) >= 2)  # a line is written once its response is sent
-    first, second = caplog.messages
-    assert re.fullmatch(r"GET /healthz 200 in 0\.\d+ s, request mine-1", first)
-    assert second.endswith(f"request {made}")
-
-
-def test_the_log_has_no_ids(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
-    """A request's log line has its route, and nothing of what its client wrote into path or method."""
-    caplog.set_level(logging.INFO, "cacheblend.service.http.metrics")
     client.get("/v1/documents/secret-id")
     client.get("/secret-path")
-    client.request("SECRET" * 100, "/healthz")
-    wait_until(lambda: len(caplog.messages) >= 3)
-    assert [line.split()[1] for line in caplog.messages] == ["/v1/documents/{id_:path}", "None", "/healthz"]
-    assert "secret" not in caplog.text
+    client.request("SECRET" * 100, "/healthz", headers={"Connection": "Upgrade", "Upgrade": "websocket"})
+    wait_until(lambda: len(caplog.messages) >= 5)  # a line is written once its response is sent
+    first, second, *others = caplog.messages
+    assert re.fullmatch(r"GET /healthz 200 in 0\.\d+ s, request mine-1", first)
+    assert second.endswith(f"request {made}")
+    assert [line.split()[1] for line in others] == ["/v1/documents/{id_:path}", "None", "/healthz"]
+    assert not re.search("secret|upgrade|WebSocket", caplog.text)
     assert max(map(len, caplog.messages)) < 200
 
 
@@ -212,62 +168,37 @@ def test_an_open_address_is_warned_of(
         assert ("open to everybody" in caplog.text) is warned
 
 
-@pytest.fixture
-def guarded_client(model_dir: Path, tmp_path: Path) -> Iterator[httpx.Client]:
-    """A service of two tenants that checks every blended request against a floor that cannot be met."""
-    tenants = [TenantConfig(name=name, api_key_sha256=(hash_key(key),)) for name, key in KEYS.items()]
-    config = EngineConfig(
-        model=str(model_dir),
-        store_dir=tmp_path,
-        retriever=RetrieverConfig(chunk_tokens=CHUNK_TOKENS),
-        fusion=FusionConfig(recompute_ratio=0.15),
-    )
-    serving = ServingConfig(guard_share=1.0, guard_floor=1.0, guard_tokens=40, guard_window=1)
+def test_what_the_guard_finds(model_dir: Path, tmp_path: Path) -> None:
+    """Counters and `/v1/store` show shadow evaluations and full recompute by tenant, and never by salt; here every blended
+    request is checked against a floor that cannot be met.
+    """
+    limits = ServingConfig(guard_share=1.0, guard_floor=1.0, guard_tokens=40, guard_window=1)
+    one, two = bearer("one"), bearer("two")
     with (
-        Server(config, serving, HttpConfig(served_model_name=MODEL), tenants, embedder=FakeEmbedder()) as server,
-        listening(server) as address,
+        serving_tenants(["one", "two"], model_dir, tmp_path, limits) as (_, address),
         httpx.Client(base_url=address, timeout=60) as client,
     ):
-        yield client
+        assert client.post("/v1/documents", json={"documents": DOCUMENTS}, headers=one).status_code == 201
 
+        def ask(checked: int, **options: object) -> float | None:
+            answer = client.post("/v1/chat/completions", json={**CHAT, **options}, headers=one).json()
+            wait_until(lambda: client.get("/v1/store", headers=one).json()["quality"]["evaluated"] >= checked)
+            return answer["cacheblend"]["recompute_ratio"]
 
-def test_what_the_guard_finds(guarded_client: httpx.Client) -> None:
-    """Counters and `/v1/store` show shadow evaluations and full recompute by tenant, and never by salt."""
-    client = guarded_client
-    one, two = ({"Authorization": f"Bearer {key}"} for key in KEYS.values())
-    assert client.post("/v1/documents", json={"documents": DOCUMENTS}, headers=one).status_code == 201
-
-    def ask(checked: int, **options: object) -> float | None:
-        answer = client.post("/v1/chat/completions", json={**CHAT, **options}, headers=one).json()
-        wait_until(lambda: client.get("/v1/store", headers=one).json()["quality"]["evaluated"] >= checked)
-        return answer["cacheblend"]["recompute_ratio"]
-
-    assert [ask(number) for number in (1, 2, 3)] == [0.15, None, None]
-    assert ask(3, cache_salt="secret-salt") is None
-    assert ask(3, recompute_ratio=0.3) == 0.3
-    quality = client.get("/v1/store", headers=one).json()["quality"]
-    assert quality["full_recompute"]
-    assert quality["floor"] == 1.0
-    assert client.get("/v1/store", headers=two).json()["quality"] == {
-        "evaluated": 0,
-        "agreement": None,
-        "first_token_kl_nats": None,
-        "floor": 1.0,
-        "full_recompute": False,
-    }
-    metrics = client.get("/metrics").text
-
-    def value(name: str, **labels: str) -> float:
-        wanted = ",".join(f'{key}="{label}"' for key, label in sorted(labels.items()))
-        found = re.search(rf"^cacheblend_{name}{{{wanted}}} (\S+)$", metrics, re.MULTILINE)
-        assert found, f"{name}{{{wanted}}}"
-        return float(found[1])
-
-    common = {"namespace": "one", "model": MODEL}
-    assert value("shadow_evaluations_total", **common, outcome="compared") == 3
-    assert value("guard_full_recompute", **common) == 1.0
-    for histogram in ("agreement", "first_token_kl_nats", "relative_kv_error"):
-        assert value(f"guard_{histogram}_count", **common) == 3
-        assert value(f"guard_{histogram}_sum", **common) > 0
+        assert [ask(number) for number in (1, 2, 3)] == [0.15, None, None]
+        assert ask(3, cache_salt="secret-salt") is None
+        assert ask(3, recompute_ratio=0.3) == 0.3
+        first, second = (client.get("/v1/store", headers=headers).json()["quality"] for headers in (one, two))
+        metrics = client.get("/metrics").text
+    assert (first["full_recompute"], first["floor"]) == (True, 1.0)
+    assert (second["full_recompute"], second["evaluated"], second["agreement"]) == (False, 0, None)
+    common = 'namespace="one"}'
+    for name, least in (
+        (f'shadow_evaluations_total{{model="{MODEL}",{common[:-1]},outcome="compared"}}', 3),
+        (f'guard_full_recompute{{model="{MODEL}",{common}', 1),
+        *((f'guard_{name}_count{{model="{MODEL}",{common}', 3) for name in ("agreement", "first_token_kl_nats")),
+        (f'guard_relative_kv_error_count{{model="{MODEL}",{common}', 3),
+    ):
+        assert f"cacheblend_{name} {float(least)}" in metrics, name
     assert "secret-salt" not in metrics
     assert 'namespace="two"' not in metrics

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api import MODEL, listening
+from api import MODEL, serving
 from browser import NEEDS_BROWSER, ONCE, ask, fits, open_page
 from engines import QUESTION, OpenEngine
 from waiting import wait_until
@@ -17,7 +17,7 @@ from waiting import wait_until
 from cacheblend.service import Engine
 from cacheblend.service.engine.config import write_examples
 from cacheblend.service.http.app import STATIC
-from cacheblend.service.http.config import HttpConfig, TenantConfig, hash_key
+from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.guard import PAGE_FILES
 from cacheblend.service.http.server import Server
 
@@ -32,12 +32,6 @@ def server(engine: Engine) -> Iterator[Server]:
     engine.ingest([{"id": "markup", "title": MARKUP, "text": MARKUP}])
     with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server:
         yield server
-
-
-@pytest.fixture
-def address(server: Server) -> Iterator[str]:
-    with listening(server) as address:
-        yield address
 
 
 def test_ask(page: Any, address: str, engine: Engine) -> None:
@@ -63,9 +57,9 @@ def test_ask(page: Any, address: str, engine: Engine) -> None:
         assert int(told[2]) == len(scored.chunk.token_ids)
         assert item.locator("mark").count() == int(told[3])
         assert f"{told[3]} of {told[2]} tokens recomputed" in bar.get_attribute("aria-label")
-        assert (bar.locator(".lit").count() > 0) == (int(told[3]) > 0)
-    shades = {page.locator(f"mark.d{rank}").first.evaluate("one => getComputedStyle(one).backgroundColor") for rank in (0, 3)}
-    assert len(shades) == 2
+        assert ("--glow" in bar.locator(".strip").get_attribute("style")) == (int(told[3]) > 0)
+    shade = "all => all.map((one) => getComputedStyle(one).backgroundColor)"
+    assert len(set(page.locator("#chunks mark").evaluate_all(shade))) > 1
     bars.nth(1).click()
     assert items.nth(1).evaluate("one => one === document.activeElement")
     assert "hit rate" in page.locator("#store").inner_text()
@@ -123,12 +117,7 @@ def test_text_is_never_markup(page: Any, address: str) -> None:
 def test_key(page: Any, open_engine: OpenEngine) -> None:
     """Where the service wants a key, the page asks for it, and keeps it for the tab alone."""
     engine = open_engine()
-    tenants = [TenantConfig(name="a", api_key_sha256=(hash_key("cb-secret"),))]
-    http = HttpConfig(served_model_name=MODEL)
-    with (
-        Server(engine.config, http=http, tenants=tenants, embedder=engine.retriever.embedder) as server,
-        listening(server) as address,
-    ):
+    with serving(engine, api_key="cb-secret") as (_, address):
         page.expected_faults = 2  # the browser's own lines about 401
         page.goto(address)
         page.get_by_label("API key").first.wait_for()
@@ -142,7 +131,7 @@ def test_key(page: Any, open_engine: OpenEngine) -> None:
 def test_errors_are_told(page: Any, open_engine: OpenEngine) -> None:
     """What the service refuses stands in an alert, with its words, and the next question is answered all the same."""
     engine = open_engine()
-    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+    with serving(engine) as (_, address):
         page.expected_faults = 1  # the browser's own line about a status of 400
         open_page(page, address)
         ask(page, QUESTION, 2)
@@ -244,7 +233,7 @@ def test_documents(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
     latin.write_bytes("Café Müller opens at nine.".encode("latin-1"))
     empty.write_text(" ")
     engine = open_engine()
-    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+    with serving(engine) as (_, address):
         page.expected_faults = 1  # the browser's own line about a status of 400
         open_page(page, address)
         assert page.locator("#no_documents").is_visible()
@@ -258,16 +247,18 @@ def test_documents(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
         page.get_by_role("button", name="notes.md", exact=True).click()
         assert "harbour" in page.get_by_role("dialog").inner_text()
         page.keyboard.press("Escape")
-        page.get_by_role("button", name="Pin notes.md").click()
-        page.locator("[aria-pressed=true]").wait_for()
-        assert [document.pinned for document in engine.documents.ls() if document.title == "notes"] == [True]
         page.get_by_role("button", name="What is said about notes?").click()
         page.locator("#summary:not(:empty)").wait_for()
+        asked: list[str] = []
+
+        def answer(dialog: Any) -> None:  # first no, then yes
+            asked.append(dialog.message)
+            (dialog.accept if len(asked) > 1 else dialog.dismiss)()
+
+        page.on("dialog", answer)
         page.get_by_role("button", name="Delete latin.txt").click()
-        page.get_by_role("dialog", name="Delete latin.txt?").get_by_role("button", name="Close").click()
         assert page.locator("#documents li").count() == 2
         page.get_by_role("button", name="Delete latin.txt").click()
-        page.get_by_role("button", name="Delete it").click()
         wait_until(lambda: page.locator("#documents li").count() == 1)
         assert [document.title for document in engine.documents.ls()] == ["notes"]
         assert fits(page)
@@ -282,7 +273,7 @@ def test_a_file_of_a_known_name(page: Any, open_engine: OpenEngine, tmp_path: Pa
     def texts() -> list[str]:
         return [engine.documents.show(document.id)[1][0].text.partition("\n")[2] for document in engine.documents.ls()]
 
-    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+    with serving(engine) as (_, address):
         open_page(page, address)
         add = page.get_by_label("Add files")
         add.set_input_files([path])
@@ -308,7 +299,7 @@ def test_examples_beside_the_store_come_first(page: Any, open_engine: OpenEngine
     """Questions that stand beside the store are offered before those about titles, once there are documents."""
     engine = open_engine()
     write_examples(Path(engine.config.store_dir), ["Which lamp is green?", "<b>Where</b> is it?"])
-    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+    with serving(engine) as (_, address):
         open_page(page, address)
         page.locator("#store", has_text="chunks").wait_for()
         assert page.locator("#examples button").count() == 0
@@ -325,7 +316,7 @@ def test_examples_beside_the_store_come_first(page: Any, open_engine: OpenEngine
 
 def test_files_are_dropped(page: Any, open_engine: OpenEngine) -> None:
     engine = open_engine()
-    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+    with serving(engine) as (_, address):
         open_page(page, address)
         page.evaluate(
             """() => {
@@ -342,44 +333,33 @@ def test_a_file_of_pages_is_one_row(page: Any, open_engine: OpenEngine) -> None:
     """The pages of a file are one row, opened and deleted together."""
     engine = open_engine()
     engine.ingest([{"id": f"r.pdf#page={number}", "title": "", "text": f"Words of page {number}."} for number in range(1, 24)])
-    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+    with serving(engine) as (_, address):
         open_page(page, address)
         assert "23 parts, 23 chunks" in page.locator("#documents li").inner_text()
         page.get_by_role("button", name="r.pdf", exact=True).click()
         assert "Words of page 23." in page.get_by_role("dialog").inner_text()
         page.keyboard.press("Escape")
+        page.on("dialog", lambda dialog: dialog.accept())
         page.get_by_role("button", name="Delete r.pdf").click()
-        page.get_by_role("button", name="Delete it").click()
         page.locator("#no_documents").wait_for()
         assert not engine.documents.ls()
 
 
 @ONCE
 def test_documents_in_a_hurry(page: Any, open_engine: OpenEngine) -> None:
-    """Two clicks list no document twice, of a long document the first chunks are shown, and to delete one it is not read."""
+    """Two clicks list no document twice, and one that is deleted is not read for that."""
     engine = open_engine()
     engine.ingest([{"id": f"d{number:02}", "title": "", "text": f"Text {number}."} for number in range(23)])
-    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server, listening(server) as address:
+    with serving(engine) as (_, address):
         open_page(page, address)
         page.locator("#more").evaluate("one => { one.click(); one.click(); }")
         page.locator("#documents li").nth(22).wait_for()
         page.wait_for_load_state("networkidle")
         assert page.locator("#documents li").count() == 23
-        content = [{"text": f"chunk {number}"} for number in range(10_000)]
-        shown = {"id": "d00", "chunks": 10_000, "stored_chunks": 0, "stored_bytes": 0, "content": content}
-        page.route("**/v1/documents/d00", lambda route: route.fulfill(json=shown))
-        page.get_by_role("button", name="d00", exact=True).click()
-        page.get_by_role("dialog").wait_for()
-        assert page.locator("#shown_text pre").count() == 100
-        page.get_by_role("dialog").get_by_role("button", name="Show more").click()
-        assert page.locator("#shown_text pre").count() == 200
-        page.keyboard.press("Escape")
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.method) if "/d01" in request.url else None)
-        page.get_by_role("button", name="Pin d01").click()
-        page.get_by_role("button", name="Pinned d01").wait_for()
+        page.on("dialog", lambda dialog: dialog.accept())
         page.get_by_role("button", name="Delete d01").click()
-        page.get_by_role("button", name="Delete it").click()
         page.get_by_role("button", name="d01", exact=True).wait_for(state="detached")
-        assert asked == ["POST", "DELETE"]
+        assert asked == ["DELETE"]
         assert page.locator("#documents_title").evaluate("one => one === document.activeElement")

@@ -12,14 +12,12 @@ import httpx
 import openai
 import pytest
 import torch
-from api import MODEL, listening
+from api import MODEL, serving
 from engines import QUESTION
 from waiting import wait_until
 
-from cacheblend.base.errors import InputError
 from cacheblend.blend import Fusor, NextToken, SequenceKV
 from cacheblend.service import Engine
-from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.server import Server
 from cacheblend.service.serving.config import ServingConfig
 
@@ -87,8 +85,7 @@ def test_more_choices_than_places(openai_client: openai.OpenAI) -> None:
 
 def test_choices_are_checked_once(engine: Engine) -> None:
     """The quality guard holds a request of several choices against full prefill once, by its prompt's KV as it was."""
-    http = HttpConfig(served_model_name=MODEL)
-    with Server(engine.config, ServingConfig(guard_share=1.0), http, engine=engine) as server, listening(server) as address:
+    with serving(engine, ServingConfig(guard_share=1.0)) as (server, address):
         body = {"messages": [{"role": "user", "content": QUESTION}], "num_chunks": 2, "n": 3, "max_tokens": 3}
         answer = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60).json()
         assert len({choice["message"]["content"] for choice in answer["choices"]}) == 1  # greedy
@@ -205,50 +202,6 @@ def test_json(openai_client: openai.OpenAI) -> None:
     assert chat.choices[0].message.content.startswith("{")
 
 
-def nested(levels: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "integer"}
-    for _ in range(levels):
-        schema = {"type": "array", "items": schema}
-    return schema
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"n": 17}, "n: must be at most 16"),
-        ({"n": 0}, "n: must be at least 1"),
-        ({"presence_penalty": 2.1}, "presence_penalty: must be at most 2"),
-        ({"frequency_penalty": "1"}, "frequency_penalty: must be a number"),
-        ({"repetition_penalty": 0}, "repetition_penalty: must be above 0"),
-        ({"min_p": 2}, "min_p: must be at most 1"),
-        ({"logit_bias": {"x": 1}}, "logit_bias: 'x' is no token id"),
-        ({"logit_bias": {"999999": 1}}, "logit_bias: '999999' is no token id"),
-        ({"logit_bias": {"1": 101}}, "logit_bias.1: must be at most 100"),
-        ({"logit_bias": {str(number): 1 for number in range(1025)}}, "logit_bias: is too long"),
-        ({"top_logprobs": 3}, "set logprobs to true"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: must be at most 20"),
-        ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema"}}, "give json_schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}}, "cannot be enforced"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": nested(40)}}}, "levels deep"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "http://127.0.0.1:1/x.json"}}}},
-            "cannot be enforced",
-        ),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_what_cannot_be(client: httpx.Client, change: dict[str, Any], named: str) -> None:
-    """A value out of its range, and a schema that is too much or cannot be enforced, is refused by the field's name."""
-    if named in ("levels deep", "cannot be enforced") and not HAS_GRAMMARS:
-        named = "needs the extra `structured`"
-    body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 1, **change}
-    response = client.post("/v1/chat/completions", json=body)
-    assert response.status_code == 400, response.text
-    assert named in response.json()["error"]["message"]
-
-
 @needs_grammars
 @pytest.mark.parametrize(
     "schema",
@@ -288,10 +241,3 @@ def test_schemas_with_what_json_cannot_have(client: httpx.Client, part: str) -> 
         response = client.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
         assert response.status_code == 400, response.text
         assert field in response.json()["error"]["message"]
-
-
-@needs_grammars
-def test_a_schema_too_long(server: Server) -> None:
-    """A schema has a most of characters, whatever a body may have."""
-    with pytest.raises(InputError, match="65536 characters"):
-        server.grammars.json({"enum": ["x" * 70_000]})

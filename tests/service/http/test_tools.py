@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from api import MODEL, listening
+from api import MODEL, serving
 from engines import OpenEngine
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,9 +18,8 @@ from cacheblend.blend import Fusor
 from cacheblend.service import Engine
 from cacheblend.service.engine.prompt import Message
 from cacheblend.service.http import chat
-from cacheblend.service.http.config import HttpConfig
-from cacheblend.service.http.server import Server
-from cacheblend.service.http.tools import MAX_TOOLS, CallReader, call_schema
+from cacheblend.service.http.answers import CallReader
+from cacheblend.service.http.schemas import call_schema
 from cacheblend.service.serving.config import ServingConfig
 from cacheblend.service.serving.grammar import Grammar, GrammarCompiler
 from cacheblend.service.serving.sampling import Sampling
@@ -62,10 +61,8 @@ def tools_engine(fusor: Fusor, open_engine: OpenEngine, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def client(tools_engine: Engine) -> Iterator[openai.OpenAI]:
-    http = HttpConfig(served_model_name=MODEL)
     with (
-        Server(tools_engine.config, ServingConfig(max_num_seqs=4), http, engine=tools_engine) as server,
-        listening(server) as address,
+        serving(tools_engine, ServingConfig(max_num_seqs=4)) as (_, address),
         openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=60, max_retries=0) as client,
     ):
         yield client
@@ -142,42 +139,21 @@ def test_a_conversation_with_calls(client: openai.OpenAI, tools_engine: Engine) 
     assert suffix.endswith(f"Raining?assistant: {shown}tool: It rains.assistant:")
 
 
-def called(name: Any = "f", **function: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, **function}}
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"tools": [called("a b")]}, "tools.0.function.name: must match"),
-        ({"tools": [called("x" * 65)]}, "tools.0.function.name: must match"),
-        ({"tools": [called(f"f{place}") for place in range(MAX_TOOLS + 1)]}, "tools: is too long; at most 32"),
-        ({"tools": [called(), called()]}, "tools: two have the same name"),
-        ({"tools": [called(description="x" * 70_000)]}, "tools: has more than 65536 characters"),
-        ({"tools": [called(parameters={"a": json.loads("[" * 40 + "]" * 40)})]}, "tools: is more than 32 levels deep"),
-        ({"tools": [called(description="say </s>")]}, "tools: has the text of a control token"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
-        ({"tools": [TIME], "tool_choice": "any"}, "tool_choice: must be"),
-        ({"tools": [TIME], "tool_choice": called("other")}, "tool_choice: 'other' is none of the tools"),
-        ({"tool_choice": "required"}, "tool_choice: there are no tools"),
+def test_what_is_refused(client: openai.OpenAI) -> None:
+    """Tools that a model with tools cannot call are refused, and the message names the field."""
+    spoken = {"type": "function", "function": {"name": "f", "description": "say </s>"}}
+    named = {"type": "function", "function": {"name": "other"}}
+    for options, message in (
+        ({"tools": [spoken]}, "tools: has the text of a control token"),
+        ({"tools": [TIME], "tool_choice": named}, "tool_choice: 'other' is none of the tools"),
         ({"tools": [TIME], "response_format": {"type": "json_object"}}, "response_format: an answer held to JSON"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]}, "messages: the last one"),
         ({"messages": [RESULT]}, "messages: one must be the user's"),
-        ({"messages": [{**USER, "tool_calls": [CALL]}]}, "messages.0.tool_calls: are only the assistant's"),
-        ({"messages": [{**USER, "tool_call_id": "x"}]}, "messages.0.tool_call_id"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[]"}}]}, USER]},
-            "messages.0.tool_calls.0.function.arguments: must be the JSON of an object",
-        ),
-    ],
-)
-def test_what_is_refused(client: openai.OpenAI, options: dict[str, Any], named: str) -> None:
-    """Each field about tools is bounded, and the message names it."""
-    body = {"messages": [USER], "max_tokens": 1, **options}
-    response = httpx.post(f"{client.base_url}chat/completions", json=body, timeout=60)
-    assert response.status_code == 400, response.text
-    error = response.json()["error"]
-    assert error["message"].startswith(named), error
+    ):
+        body = {"messages": [USER], "max_tokens": 1, **options}
+        response = httpx.post(f"{client.base_url}chat/completions", json=body, timeout=60)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["message"].startswith(message), response.text
 
 
 def test_a_model_without_tools(openai_client: openai.OpenAI) -> None:

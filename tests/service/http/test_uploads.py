@@ -8,25 +8,20 @@ import shutil
 import threading
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from api import MODEL, listening
-from engines import CHUNK_TOKENS, DOCUMENTS, OpenEngine
-from fakes import FakeEmbedder
+from api import bearer, serving, serving_tenants
+from engines import DOCUMENTS, OpenEngine
 from waiting import wait_until
 
 from cacheblend.base.errors import MissingExtraError
 from cacheblend.base.progress import Check
-from cacheblend.retriever import RetrieverConfig
-from cacheblend.service.engine.config import EngineConfig
 from cacheblend.service.http import documents
-from cacheblend.service.http.config import HttpConfig, TenantConfig, hash_key
-from cacheblend.service.http.server import Ingest, RunningIngests, Server
+from cacheblend.service.http.server import Server
 
 multipart = pytest.importorskip("python_multipart.multipart")
 TEXT = "The lighthouse at Kap Arkona was built by Karl Friedrich Schinkel. " * 4
@@ -120,12 +115,6 @@ def test_bad_files(client: httpx.Client, name: str, raw: bytes) -> None:
     assert client.get("/v1/documents").json() == before
 
 
-def test_parquet_is_refused(client: httpx.Client) -> None:
-    """Rows with ids of their own would replace the tenant's documents: the message says what to send."""
-    answer = post(client, "rows.PARQUET", b"PAR1")
-    assert "JSON lines" in answer.json()["error"]["message"]
-
-
 @pytest.mark.parametrize("name", ["a." + "\U00020000" * 62, "a." + "x" * 190, "notes.é"])
 def test_odd_ends_of_names(client: httpx.Client, name: str) -> None:
     """Whatever stands after a name's last dot, a text is read as a text."""
@@ -145,12 +134,9 @@ def test_no_room_for_temporary_files(client: httpx.Client, server: Server) -> No
 def test_a_large_form_needs_no_temporary_file(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A form of megabytes is read without the folder of temporary files."""
     monkeypatch.setattr("starlette.formparsers.SpooledTemporaryFile.rollover", lambda _: pytest.fail("it was written"))
-    with (
-        Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server,
-        listening(server) as address,
-        httpx.Client(base_url=address, timeout=60) as client,
-    ):
-        assert post(client, "a.parquet", b"x" * 3 * 2**20).status_code == 400
+    with serving(engine) as (_, address), httpx.Client(base_url=address, timeout=60) as client:
+        answer = post(client, "a.PARQUET", b"x" * 3 * 2**20)
+    assert (answer.status_code, "JSON lines" in answer.text) == (400, True)
 
 
 def test_files_of_a_killed_service_are_removed(open_engine: OpenEngine) -> None:
@@ -261,14 +247,9 @@ def test_an_upload_is_listed_to_its_tenant(
     as_file: bool, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While an upload runs its chunks are counted for its tenant, and for no other; afterwards nothing is listed."""
-    tenants = [TenantConfig(name=name, api_key_sha256=(hash_key(f"cb-{name}"),)) for name in ("one", "two")]
-    config = EngineConfig(model=str(model_dir), store_dir=tmp_path, retriever=RetrieverConfig(chunk_tokens=CHUNK_TOKENS))
-    http, going_on = HttpConfig(served_model_name=MODEL), threading.Event()
-    one, two = ({"Authorization": f"Bearer cb-{name}"} for name in ("one", "two"))
-    text = str(DOCUMENTS[0]["text"])
+    going_on, one, two, text = threading.Event(), bearer("one"), bearer("two"), str(DOCUMENTS[0]["text"])
     with (
-        Server(config, http=http, tenants=tenants, embedder=FakeEmbedder()) as server,
-        listening(server) as address,
+        serving_tenants(["one", "two"], model_dir, tmp_path) as (server, address),
         httpx.Client(base_url=address, timeout=60) as client,
         ThreadPoolExecutor(1) as other,
     ):
@@ -300,14 +281,3 @@ def test_an_upload_is_listed_to_its_tenant(
         assert upload.result().is_success
         assert listed(one) == []
         assert ingest["total"] == len(server.engines["one"].retriever.chunks())
-
-
-def test_what_ends_is_not_listed() -> None:
-    """An upload that failed is gone, and a thread that still reports it brings it back no more."""
-    running = RunningIngests()
-    with suppress(ValueError), running.follow("one", "a" * 1000) as report:
-        report("index", 1, 2)
-        assert running.of_tenant("one") == [Ingest("a" * 200, "index", 1, 2)]
-        raise ValueError
-    report("index", 2, 2)
-    assert running.of_tenant("one") == []

@@ -1,0 +1,254 @@
+"""Answers in OpenAI's shape, as a whole or in pieces: texts, calls of tools found in them, log-probabilities, and a report."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from cacheblend.service.engine.request import chunk_origin
+from cacheblend.service.serving.sampling import TokenLogprob
+from cacheblend.service.serving.served_request import Done, Piece, ServedRequest
+from cacheblend.service.serving.text_stream import TextStream
+
+from .schemas import GenerationBody, check_bounds, read_arguments
+
+OPENS, CLOSES = "<tool_call>", "</tool_call>"  # as Hermes and Qwen write calls
+PLAN_FIELDS = ("method", "hits", "misses", "recompute_ratio", "reusable_tokens", "recomputed_tokens")  # of a report
+Call = Mapping[str, Any]  # in OpenAI's shape
+
+
+class TextChoice:
+    """One choice of a text completion.
+
+    Args:
+        index: among the answer's choices.
+        body: what was asked.
+        token_text: text of a token by itself.
+    """
+
+    prefix = "cmpl"
+    kind = piece_kind = "text_completion"
+
+    def __init__(self, index: int, body: GenerationBody, token_text: Callable[[int], str]) -> None:
+        self._index, self._streamed, self._token_text = index, body.stream, token_text
+        self._has_logprobs = body.returned_logprobs is not None
+        names = [tool.function.name for tool in body.called_tools]
+        self._reader = CallReader(names, 1 if body.parallel_tool_calls is False else None)
+        self._pending: list[TokenLogprob] = []  # of tokens whose text is held back
+        self._offset: int | None = None  # characters so far; None before the first piece
+
+    def add(self, event: Piece | Done) -> dict[str, Any] | None:
+        """The choice in JSON: of a streamed piece, None where nothing is certain yet, or of a complete answer."""
+        calls, reason = list[Call](), None
+        if isinstance(event, Piece):
+            text = self._reader.add(event.text)
+            self._pending += [event.logprob] if event.logprob is not None else []
+            if not text and self._offset is not None:
+                return None
+        else:
+            text, calls = self._reader.finish(event.last_text if self._streamed else event.answer.text)
+            reason = "tool_calls" if calls else event.finish_reason
+            self._pending = self._pending if self._streamed else [*event.logprobs]
+        logprobs = self.logprobs(self._pending, self._offset or 0) if self._has_logprobs else None
+        choice = {"index": self._index, **self.content(text, calls), "logprobs": logprobs, "finish_reason": reason}
+        self._pending, self._offset = [], (self._offset or 0) + len(text)
+        return choice
+
+    def content(self, text: str, calls: Sequence[Call]) -> dict[str, Any]:  # only chats have calls
+        """Text and calls, of a piece or of an answer."""
+        return {"text": text}
+
+    def logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+        """Log-probabilities of tokens that begin `offset` characters after the answer's start."""
+        texts = [self._token_text(each.token_id) for each in tokens]
+        return {
+            "tokens": texts,
+            "token_logprobs": [each.logprob for each in tokens],
+            "top_logprobs": [
+                {self._token_text(token): logprob for token, logprob in ((each.token_id, each.logprob), *each.likeliest)}
+                for each in tokens
+            ],
+            "text_offset": list(accumulate(map(len, texts), initial=offset))[: len(texts)],
+        }
+
+
+class ChatChoice(TextChoice):
+    """One choice of a chat completion."""
+
+    prefix = "chatcmpl"
+    kind, piece_kind = "chat.completion", "chat.completion.chunk"
+
+    def content(self, text: str, calls: Sequence[Call]) -> dict[str, Any]:
+        """Text and calls, of a piece or of an answer."""
+        made: dict[str, Any] = {"role": "assistant"} if self._offset is None else {}
+        made["content"] = text if self._streamed or not calls else text or None
+        if calls:
+            made["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)] if self._streamed else calls
+        return {"delta" if self._streamed else "message": made}
+
+    def logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:  # only texts have offsets
+        """Log-probabilities of tokens."""
+
+        def reported(token_id: int, logprob: float) -> dict[str, Any]:
+            text = self._token_text(token_id)
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+        content = [
+            {**reported(each.token_id, each.logprob), "top_logprobs": [reported(*likely) for likely in each.likeliest]}
+            for each in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+
+class CallReader:
+    """Finds the calls in one answer's text as it comes.
+
+    A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, or an answer that is only such an object, as a model
+    writes it that is held to one. Text is held back from where a call may begin. What is no complete call of one of the
+    tools stays text.
+
+    Args:
+        names: of the tools; without any all is text.
+        max_calls: calls that are taken; what comes after is dropped.
+    """
+
+    def __init__(self, names: Collection[str], max_calls: int | None = None) -> None:
+        self._names, self._max_calls = frozenset(names), max_calls
+        self._held: list[str] = []
+        self._holds_all = self._has_given = False
+
+    def add(self, text: str) -> str:
+        """The text that is certain not to be a call, with this piece of the answer."""
+        if not self._names:
+            return text
+        self._held.append(text)
+        if self._holds_all:
+            return ""
+        held = "".join(self._held)
+        if not self._has_given and held.lstrip()[:1] in ("", "{"):
+            self._holds_all = bool(held.strip())
+            return ""
+        start = held.find(OPENS)
+        self._holds_all = start >= 0
+        upto = start if start >= 0 else len(held) - _begun(held)
+        self._held, self._has_given = [held[upto:]], self._has_given or upto > 0
+        return held[:upto]
+
+    def finish(self, text: str = "") -> tuple[str, list[Call]]:
+        """The text that was held back, and the calls in OpenAI's shape.
+
+        Args:
+            text: the last piece of the answer.
+        """
+        held = "".join((*self._held, text))
+        self._held = []
+        if not self._names:
+            return held, []
+        if not self._has_given and held.lstrip().startswith("{"):
+            call, end = self._call(held, 0)
+            if call is not None and not held[end:].strip():
+                return "", [call]
+        before, calls, at = "", list[Call](), 0
+        while (start := held.find(OPENS, at)) >= 0:
+            call, end = self._call(held, start + len(OPENS))
+            if call is None:
+                break
+            before, at = before + held[at:start], end
+            calls.append(call)
+            if held[at:].lstrip().startswith(CLOSES):
+                at = held.index(CLOSES, at) + len(CLOSES)
+            if not held[at:].strip():
+                at = len(held)
+        return before + held[at:], calls[: self._max_calls]
+
+    def _call(self, text: str, start: int) -> tuple[Call | None, int]:
+        """The call whose JSON begins at a place, after white space, and where it ends; None where there is none."""
+        start = len(text) - len(text[start:].lstrip())
+        try:
+            value, end = json.JSONDecoder().raw_decode(text, start)
+            if not isinstance(value, dict) or value.get("name") not in self._names:
+                return None, start
+            arguments = value.get("arguments", value.get("parameters", {}))  # the latter is Llama's word
+            if isinstance(arguments, str):
+                arguments = read_arguments(arguments)
+            if not isinstance(arguments, dict):
+                return None, start
+            check_bounds(arguments)
+        except (ValueError, TypeError, RecursionError):
+            return None, start
+        function = {"name": value["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}
+        return {"id": secrets.token_hex(5)[:9], "type": "function", "function": function}, end  # Mistral's templates want 9
+
+
+def _begun(text: str) -> int:
+    """Length of the longest end of a text that a call begins with."""
+    return next((size for size in range(min(len(OPENS) - 1, len(text)), 0, -1) if OPENS.startswith(text[-size:])), 0)
+
+
+def answer_report(body: GenerationBody, served: ServedRequest, done: Done) -> dict[str, Any]:
+    """`cacheblend` of a response: method, hits, ratio, times and, where they are asked for, the chunks."""
+    plan, timings = done.answer.plan, done.answer.timings
+    report = {
+        **{name: getattr(plan, name) for name in PLAN_FIELDS},
+        "loaded_bytes": dict(plan.loaded_bytes),
+        "retrieve_s": timings.retrieve_s,
+        "queue_s": done.queue_s,
+        "ttft_s": timings.ttft_s,
+        "total_s": timings.total_s,
+        "prepare_s": served.prepared.retrieved - served.arrived,
+    }
+    if body.return_chunks:
+        report["chunks"] = chunk_report(done, served.engine.fusor.tokenizer)
+    return report
+
+
+def usage(choices: Mapping[int, Done]) -> dict[str, Any]:
+    """OpenAI's `usage` of all choices, by index.
+
+    `cached_tokens` are those whose KV was there before, `recomputed_tokens` how many of the reusable ones were recomputed, in
+    the mean over layers 1 and up.
+    """
+    plan = choices[0].answer.plan
+    completion_tokens = sum(len(done.answer.token_ids) for done in choices.values())
+    return {
+        "prompt_tokens": plan.prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": plan.prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": plan.cached_tokens, "recomputed_tokens": round(plan.recomputed_tokens, 3)},
+    }
+
+
+def chunk_report(done: Done, tokenizer: Any) -> list[dict[str, Any]]:
+    """The chunks of a prompt, in order, with the tier of each one's KV ("computed" if none was used), and each token's text, KV
+    deviation, and share of the layers that recomputed it.
+    """
+    plan, chunks = done.answer.plan, done.answer.chunks
+    share_N = torch.zeros(plan.prompt_tokens)
+    for positions in (later := plan.recomputed[1:]):
+        share_N[positions] += 1 / len(later)
+    ends = list(accumulate(len(segment.token_ids) for segment in plan.segments))
+    stop = plan.prompt_tokens - sum(len(scored.chunk.token_ids) for scored in chunks) - plan.suffix_tokens
+    report = []
+    for scored in chunks:
+        start, stop = stop, stop + len(scored.chunk.token_ids)
+        texts = token_texts(scored.chunk.token_ids, tokenizer)
+        rows = zip(texts, done.deviation_N[start:stop].tolist(), share_N[start:stop].tolist(), strict=True)
+        tokens = [
+            {"text": text, "deviation": round(deviation, 6), "recomputed": round(share, 4)} for text, deviation, share in rows
+        ]
+        source = plan.segments[bisect_right(ends, start)].tier or "computed"
+        report.append({**chunk_origin(scored), "source": source, "tokens": tokens})
+    return report
+
+
+def token_texts(token_ids: Sequence[int], tokenizer: Any) -> list[str]:
+    """Each token's part of their text, the spaces between them included; a character of several tokens is the last one's."""
+    stream = TextStream(tokenizer)
+    texts = [stream.add(token) for token in token_ids]
+    return [*texts[:-1], texts[-1] + stream.finish()]

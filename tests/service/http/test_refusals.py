@@ -1,0 +1,374 @@
+"""Requests that no client should send are refused with 4xx in OpenAI's shape, naming what is wrong; nothing of them stays."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from typing import Any
+from urllib.parse import unquote
+
+import httpx
+import pytest
+from api import MODEL, listening
+from engines import DOCUMENTS, QUESTION
+
+from cacheblend.base.errors import StoreFullError
+from cacheblend.service import Engine
+from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.server import Server
+from cacheblend.service.serving.config import ServingConfig
+
+JSON = {"Content-Type": "application/json"}
+CHATS, TEXTS, EMBEDDINGS, UPLOADS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/documents"
+USER = {"role": "user", "content": QUESTION}
+CHAT: dict[str, Any] = {"model": MODEL, "messages": [USER]}
+TEXT: dict[str, Any] = {"model": MODEL, "prompt": QUESTION}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+# A wrong value for each kind of field; JSON spells some that Python's parser takes all the same.
+WRONG: dict[str, list[object]] = {
+    "whole number": ["9", 1.5, -1, True, [], {}, math.nan, math.inf],
+    "number": ["0.5", -0.1, True, [], {}, math.nan, -math.inf, 1e308, 10**400],
+    "text": [7, True, [], {}, math.nan, "\ud800"],
+    "flag": ["yes", 1, [], {}, math.nan],
+    "list": ["x", 7, True, {}, [7], [None]],
+}
+FIELDS = {
+    "whole number": ("max_tokens", "num_chunks"),
+    "number": ("temperature", "top_p", "recompute_ratio"),
+    "text": ("model", "method", "cache_salt"),
+    "flag": ("stream", "return_chunks"),
+    "list": ("documents", "messages"),
+}
+WRONG_VALUES = [(field, value) for kind, fields in FIELDS.items() for field in fields for value in WRONG[kind]]
+
+
+def called(name: Any = "f", **function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+def schema(value: object) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": value}}}
+
+
+def nested(levels: int) -> Any:
+    return json.loads('{"type": "array", "items": ' * levels + '{"type": "integer"}' + "}" * levels)
+
+
+def messages(*turns: object) -> dict[str, Any]:
+    return {"messages": [*turns]}
+
+
+# A change of a chat that is right, and what the message begins with or has.
+CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"model": "other"}, "use 'tiny'"),
+    ({"model": 7}, "model: must be a valid string"),
+    ({"max_tokens": 0}, "max_tokens: must be greater than or equal to 1"),
+    ({"max_tokens": "9"}, "max_tokens: must be a valid integer"),
+    ({"temperature": -1}, "temperature: must be greater than or equal to 0"),
+    ({"top_p": 0}, "top_p: must be greater than 0"),
+    ({"top_k": -2}, "top_k: must be greater than or equal to -1"),
+    ({"stop": ["a"] * 9}, "stop: must have at most 4 items"),
+    ({"stop": 7}, "stop: must be a text, or a list of them"),
+    ({"method": "magic"}, "full_recompute"),
+    ({"recompute_ratio": 2}, "recompute_ratio: must be less than or equal to 1"),
+    ({"num_chunks": 9999}, "num_chunks: must be less than or equal to 1000"),
+    ({"num_chunks": 2, "documents": [{"text": "x"}]}, "num_chunks: leave it out beside documents"),
+    ({"documents": []}, "documents is empty"),
+    ({"documents": [{"text": "x"}] * 1001}, "max_documents=1000"),
+    ({"documents": [{"title": "x"}]}, "documents.0.text: is missing; give it"),
+    ({"cache_salt": "x" * 999}, "cache_salt: must have at most 256 characters"),
+    ({"unknown": 1}, "unknown: is no field of this request; leave it out"),
+    ({"modalities": ["text", "audio"]}, 'only ["text"] is supported; leave it out'),
+    ({"web_search_options": {}}, "searches only its own documents"),
+    ({"audio": {"voice": "x"}}, "answers only in text"),
+    ({"functions": [{"name": "f"}]}, "leave them out"),
+    ({"function_call": {"name": "f"}}, 'only "none" and "auto"'),
+    ({"n": 17}, "n: must be less than or equal to 16"),
+    ({"presence_penalty": 2.1}, "presence_penalty: must be less than or equal to 2"),
+    ({"frequency_penalty": "1"}, "frequency_penalty: must be a valid number"),
+    ({"repetition_penalty": 0}, "repetition_penalty: must be greater than 0"),
+    ({"min_p": 2}, "min_p: must be less than or equal to 1"),
+    ({"logit_bias": {"x": 1}}, "logit_bias: 'x' is no token id"),
+    ({"logit_bias": {"999999": 1}}, "logit_bias: '999999' is no token id"),
+    ({"logit_bias": {"1": 101}}, "logit_bias.1: must be less than or equal to 100"),
+    ({"logit_bias": {str(number): 1 for number in range(1025)}}, "logit_bias: is too long"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: must be less than or equal to 20"),
+    ({"response_format": {"type": "xml"}}, "response_format.type: must be 'text', 'json_object' or 'json_schema'"),
+    ({"response_format": {"type": "json_schema"}}, "response_format: give json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
+    (schema({"type": "nothing"}), "cannot be enforced"),
+    (schema({"$ref": "http://127.0.0.1:1/x.json"}), "cannot be enforced"),
+    (schema(nested(40)), "levels deep"),
+    (schema({"enum": ["x" * 70_000]}), "65536 characters"),
+    ({"tools": [called("a b")]}, "tools.0.function.name: must match"),
+    ({"tools": [called("x" * 65)]}, "tools.0.function.name: must match"),
+    ({"tools": [called(f"f{place}") for place in range(33)]}, "tools: must have at most 32 items"),
+    ({"tools": [called(), called()]}, "tools: two have the same name"),
+    ({"tools": [called(description="x" * 70_000)]}, "tools: has more than 65536 characters"),
+    ({"tools": [called(parameters={"a": nested(40)})]}, "tools: is more than 32 levels deep"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"tools": [called()], "tool_choice": "any"}, "tool_choice: must be 'none', 'auto' or 'required'"),
+    ({"tool_choice": "required"}, "tool_choice: there are no tools"),
+    (messages(), "messages: must have at least 1 item"),
+    (messages({"role": "tool", "content": "x"}), "messages.0: tool_call_id: say with a tool's result"),
+    (messages({**USER, "tool_call_id": "x"}), "messages.0: tool_call_id"),
+    (messages(USER, {"role": "tool", "tool_call_id": "1", "content": "x"}), "messages[1]: the model's chat template"),
+    *((messages({"role": role, "content": "x"}), "messages.0.role: must be") for role in ("function", "", None)),
+    (messages({"content": "x"}), "messages.0.role: is missing"),
+    (messages({"role": "user"}), "messages.0: content: is missing"),
+    (messages({"role": "user", "content": []}), "messages[0].content is empty"),
+    (messages({"role": "assistant", "content": ""}, USER), "messages[0].content is empty"),
+    (
+        messages({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
+        "messages.0.content.0.type: must be 'text'",
+    ),
+    (messages(USER, {"role": "system", "content": "x"}), "user's question"),
+    (messages(USER, {"role": "assistant", "content": "x"}), "user's question"),
+    (messages({**USER, "tool_calls": [{}]}), "messages.0.tool_calls.0.id: is missing"),
+    (messages({**USER, "tool_calls": [CALL]}), "messages.0: tool_calls: are only the assistant's"),
+    (
+        messages({"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[]"}}]}, USER),
+        "messages.0.tool_calls.0.function.arguments: must be the JSON of an object",
+    ),
+]
+OTHER_FIELDS: list[tuple[str, dict[str, Any], str]] = [
+    (TEXTS, {**TEXT, "prompt": ["a", "b"]}, "prompt: is one text, or a list of one"),
+    (TEXTS, {**TEXT, "best_of": 2}, "best_of: must be 1"),
+    (TEXTS, {**TEXT, "suffix": "x"}, "suffix: is not supported; leave it out"),
+    (EMBEDDINGS, {"input": []}, "input: must have at least 1 item"),
+    (EMBEDDINGS, {"input": ["x"] * 2049}, "input: must have at most 2048 items"),
+    (EMBEDDINGS, {"input": ["x", " "]}, "input.1: is empty"),
+    (EMBEDDINGS, {"input": [[1, 2]]}, "check_embedding_ctx_length=False"),
+    (EMBEDDINGS, {"input": [1, 2]}, "check_embedding_ctx_length=False"),
+    (EMBEDDINGS, {"input": "x", "dimensions": 7}, "dimensions"),
+    (EMBEDDINGS, {"input": "x", "model": "text-embedding-3-small"}, "use 'tiny'"),
+    (EMBEDDINGS, {"input": "x", "encoding_format": "hex"}, "encoding_format: must be 'float' or 'base64'"),
+    (UPLOADS, {"documents": 5}, "documents: must be a valid list"),
+    (UPLOADS, {"documents": [{"id": "a", "text": "x"}, {"id": "a", "text": "y"}]}, "different texts"),
+    (UPLOADS, {"documents": [{"id": "t", "title": "t" * 1001, "text": "x"}]}, "1000"),
+]
+
+
+@pytest.fixture
+def client(engine: Engine) -> Iterator[httpx.Client]:
+    """A client of a service with the limits that it has by default."""
+    with (
+        Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server,
+        listening(server) as address,
+        httpx.Client(base_url=address, timeout=60) as client,
+    ):
+        yield client
+        state = server.scheduler.state
+        assert (state.waiting, state.prefilling, state.decoding) == (0, 0, 0)
+        assert client.get("/readyz").status_code == 200
+        assert len(client.get(UPLOADS).json()["data"]) == len(DOCUMENTS)
+
+
+def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """The error of a response, whose status and shape are checked."""
+    assert response.status_code == status, f"{response.status_code} {response.text[:300]}"
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+def test_wrong_values(client: httpx.Client) -> None:
+    """Each field refuses what is not of its kind or range by its own name, in chats and texts, streamed or not."""
+    for number, (field, value) in enumerate(WRONG_VALUES):
+        path, body = (CHATS, CHAT) if number % 2 or field == "messages" else (TEXTS, TEXT)
+        asked = {**body, "stream": number % 4 > 1, field: value}
+        response = client.post(path, content=json.dumps(asked), headers=JSON)
+        error = refused(response, 404 if field == "model" and response.status_code == 404 else 400)
+        assert (error["param"] or "").startswith(field) or field in error["message"], f"{field}={value!r}: {error}"
+
+
+def test_fields(client: httpx.Client) -> None:
+    """A field that cannot be used is named, with what is allowed, for whole answers and for streams."""
+    cases = [(CHATS, {**CHAT, "max_tokens": 1, **change}, named) for change, named in CHAT_FIELDS] + OTHER_FIELDS
+    for path, body, named in cases:
+        if named in ("levels deep", "cannot be enforced", "65536 characters") and find_spec("llguidance") is None:
+            named = "needs the extra `structured`"
+        for stream in (False, True) if path == CHATS else (None,):
+            asked = body if stream is None else {**body, "stream": stream}
+            error = refused(client.post(path, json=asked), 404 if "use 'tiny'" in named else 400)
+            assert error["message"].startswith(named) if ": " in named else named in error["message"], (named, error)
+            assert not error["param"] or error["param"] in error["message"] or error["param"] == "model"
+
+
+@pytest.mark.parametrize(
+    ("headers", "content"),
+    [
+        ({"Content-Type": "text/plain"}, b'{"model": "tiny"}'),
+        ({"Content-Type": "text/plain; application/json"}, b'{"model": "tiny"}'),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, b"model=tiny"),
+        ({"Content-Type": "multipart/form-data; boundary=x"}, b"--x--"),
+        ({}, b'{"model": "tiny"}'),
+        ({**JSON, "Content-Encoding": "gzip"}, b"\x1f\x8b\x08\x00"),
+    ],
+)
+def test_wrong_content_types(client: httpx.Client, headers: dict[str, str], content: bytes) -> None:
+    """A body that is not said to be JSON, as a page of anybody's may send it without asking first, or is none, is refused on
+    every route that takes one, chunked or whole.
+    """
+    for method, path in (("POST", CHATS), ("POST", UPLOADS), ("PUT", f"{UPLOADS}/for")):
+        for sent in (content, iter([content])):
+            message = refused(client.request(method, path, content=sent, headers=headers))["message"]
+            assert "JSON" in message or message.startswith("file: is missing"), message
+
+
+def test_kinds_of_json(client: httpx.Client) -> None:
+    """JSON is JSON whatever its type's ending and its parameters."""
+    for content_type in ("Application/JSON; charset=utf-8", "application/vnd.x+json"):
+        content = json.dumps({**CHAT, "max_tokens": 1})
+        assert client.post(CHATS, content=content, headers={"Content-Type": content_type}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b'{"model": "\xff\xfe"}', "utf-8"),
+        (b'{"model": ' + b"9" * 5000 + b"}", "digits"),
+        (b'{"metadata": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nest"),
+        (b'{"model": "tiny", "model": NaN, "messages": []}', "model"),
+        ("{'model': 'tiny'}".encode("utf-16"), "JSON"),
+        (b"\x00", "JSON"),
+        (b"null", "body"),
+        (b'"text"', "body"),
+        (b"[1]", "body"),
+        (b"{", "not JSON"),
+        (b"", "body"),
+        (b'{"\\ud800": 1, "model": "tiny"}', ""),
+    ],
+    ids=lambda value: ascii(value)[:20],
+)
+def test_bodies_that_cannot_be_read(client: httpx.Client, content: bytes, named: str) -> None:
+    """The error says why a body cannot be read."""
+    for path in (CHATS, TEXTS, UPLOADS):
+        message = refused(client.post(path, content=content, headers=JSON))["message"]
+        assert named in message or path != CHATS, message
+
+
+def test_too_much(client: httpx.Client) -> None:
+    """A document of 50 MB, 10,000 documents, and prompts longer than the model's positions are refused with the limit."""
+    long = {"documents": [{"id": "long", "text": "word " * 10_000_000}]}
+    assert "max_body_bytes=33554432" in refused(client.post(UPLOADS, json=long), 413)["message"]
+    assert "max_completion_bytes=1048576" in refused(client.post(CHATS, json={**CHAT, **long}), 413)["message"]
+    many = {"documents": [{"id": str(number), "text": f"number {number}"} for number in range(10_000)]}
+    for response in (client.post(UPLOADS, json=many), client.post(CHATS, json={**CHAT, **many})):
+        error = refused(response)
+        assert (error["param"], error["code"]) == ("documents", "too_many_documents")
+        assert "max_documents=1000" in error["message"]
+    for body in (
+        {**CHAT, "documents": [{"text": "word " * 2000}]},
+        {**CHAT, "messages": [{"role": "user", "content": "word " * 2000}]},
+        {**CHAT, "messages": [{"role": "system", "content": "word " * 2000}, USER]},
+        {**CHAT, "max_tokens": 10**30},
+        {**TEXT, "prompt": "word " * 2000},
+    ):
+        for stream in (False, True):
+            error = refused(client.post(TEXTS if "prompt" in body else CHATS, json={**body, "stream": stream}))
+            assert error["code"] == "context_length_exceeded"
+            assert "512 positions" in error["message"]
+
+
+@pytest.mark.parametrize("id_", ["%00", "%ED%A0%80", "%ff", "a%0Ab", "%C2%9B2J", "a%1b%5d", "%7f"])
+def test_ids_that_cannot_be(client: httpx.Client, id_: str) -> None:
+    """An id with a control character, or made of bytes that are no UTF-8, is refused wherever one is named or given."""
+    for method, path in (("GET", ""), ("PUT", ""), ("DELETE", ""), ("POST", "/pin")):
+        body = {"json": {"text": "x"}} if method == "PUT" else {"json": {}} if method == "POST" else {}
+        assert "control character" in refused(client.request(method, f"{UPLOADS}/{id_}{path}", **body))["message"]
+    document = {"id": unquote(id_), "text": "some words"}
+    assert "control character" in refused(client.post(UPLOADS, json={"documents": [document]}))["message"]
+
+
+@pytest.mark.parametrize("id_", ["..%2F..%2Fetc", "%2e%2e", "a" * 5000, "%F0%9F%98%80"])
+def test_odd_ids(client: httpx.Client, id_: str) -> None:
+    """An id is a name and never a path: an odd one is not found, or is taken and found again."""
+    path = f"{UPLOADS}/{id_}"
+    assert refused(client.get(path), 404)["code"] in ("document_not_found", None)
+    put = client.put(path, json={"text": "some words"})
+    if put.status_code == 200:
+        assert client.get(path).status_code == 200
+        assert client.delete(path).status_code == 200
+    else:
+        assert put.status_code in (400, 404, 405), put.text
+
+
+def test_wrong_documents(client: httpx.Client) -> None:
+    """A document that cannot be used is refused, with its whole call, and as a question's own; an unknown one is not found."""
+    good = {"id": "good", "text": "good words"}
+    texts: list[object] = ["", " \n", None, 7, ["x"], "\ud800"]
+    others: list[object] = [{"id": id_, "text": "x"} for id_ in ("", 7, "\udfff")]
+    others += [{"id": "x", "title": title, "text": "x"} for title in ({}, "\ud800")]
+    for document in [*({"text": text} for text in texts), *others, "x", None, []]:
+        error = refused(client.post(UPLOADS, content=json.dumps({"documents": [good, document]}), headers=JSON))
+        assert "document" in error["message"]
+        own = {key: value for key, value in document.items() if key != "id"} if isinstance(document, dict) else document
+        if own != {"text": "x"}:
+            refused(client.post(CHATS, content=json.dumps({**CHAT, "documents": [good, own]}), headers=JSON))
+    for method, path, body in (("GET", "", None), ("DELETE", "", None), ("POST", "/pin", {})):
+        error = refused(client.request(method, f"{UPLOADS}/none{path}", json=body), 404)
+        assert error["code"] == "document_not_found"
+
+
+def test_unknown_paths(client: httpx.Client) -> None:
+    """A path or method that there is not has the same shape; no redirect is made of a request's Host."""
+    for method, path, status in (
+        ("GET", "/v2", 404),
+        ("DELETE", "/v1/models", 405),
+        ("GET", "/../etc/passwd", 404),
+        ("GET", "/v1/store/", 404),
+        ("GET", "/healthz/", 404),
+    ):
+        refused(response := client.request(method, path), status)
+        assert "location" not in response.headers
+
+
+def test_full_queue(engine: Engine) -> None:
+    """Of many requests at once, those beyond the queue are answered with 429 and the seconds to wait."""
+    serving = ServingConfig(max_num_seqs=1, max_waiting=1, grace_s=0.0)
+    with (
+        Server(engine.config, serving, HttpConfig(served_model_name=MODEL), engine=engine) as server,
+        listening(server) as address,
+        httpx.Client(base_url=address, timeout=60) as client,
+        ThreadPoolExecutor(12) as others,
+    ):
+        asked = {**CHAT, "max_tokens": 100, "num_chunks": 0, "logit_bias": {"1": -100}}
+        answers = list(others.map(lambda _: client.post(CHATS, json=asked), range(12)))
+        assert {answer.status_code for answer in answers} == {200, 429}
+        for answer in answers:
+            if answer.status_code == 429:
+                assert refused(answer, 429)["code"] == "queue_full"
+                assert int(answer.headers["Retry-After"]) >= 1
+        server.scheduler.close()
+        for path in ("/readyz", "/health"):
+            assert client.get(path).status_code == 503
+        assert client.post(CHATS, json=CHAT).status_code == 503
+
+
+def test_nothing_is_said_of_the_inside(
+    client: httpx.Client, engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error that nobody foresaw is a 500 with a request id, a full disk is a 507; the log has their texts and folders."""
+
+    def fail(error: Exception) -> Any:
+        def raising(*_: object, **__: object) -> None:
+            raise error
+
+        return raising
+
+    monkeypatch.setattr(engine.store, "stats", fail(RuntimeError("secret path")))
+    response = client.get("/v1/store", headers={"X-Request-Id": "mine-1"})
+    assert refused(response, 500)["code"] == "internal_error"
+    assert "secret" not in response.text
+    assert response.headers["X-Request-Id"] == "mine-1"
+    monkeypatch.setattr(engine, "ingest", fail(StoreFullError("no room on the disk for /srv/tenants/acme/kv")))
+    response = client.post(UPLOADS, json={"documents": [{"id": "a", "text": "x"}]})
+    assert refused(response, 507)["code"] == "store_full"
+    assert "acme" not in response.text
+    assert "secret path" in caplog.text
+    assert "/srv/tenants/acme/kv" in caplog.text
