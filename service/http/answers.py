@@ -24,13 +24,7 @@ Call = Mapping[str, Any]  # in OpenAI's shape
 
 
 class TextChoice:
-    """One choice of a text completion.
-
-    Args:
-        index: among the answer's choices.
-        body: what was asked.
-        token_text: text of a token by itself.
-    """
+    """One choice of a text completion; `token_text` decodes a token by itself."""
 
     prefix = "cmpl"
     kind = piece_kind = "text_completion"
@@ -141,11 +135,7 @@ class CallReader:
         return held[:upto]
 
     def finish(self, text: str = "") -> tuple[str, list[Call]]:
-        """The text that was held back, and the calls in OpenAI's shape.
-
-        Args:
-            text: the last piece of the answer.
-        """
+        """The text that was held back, with the last piece of the answer, and the calls in OpenAI's shape."""
         held = "".join((*self._held, text))
         self._held = []
         if not self._names:

@@ -41,7 +41,6 @@ from .server import Server, run_call, run_document_call
 
 logger = logging.getLogger(__name__)
 LAST_S = 1.0  # so long before the grace ends all that runs is given up, and so long after it the process ends in any case
-KEEP_ALIVE_S = 5
 MAX_CONNECTIONS = 500  # open at once; half of what the usual limit of open files (1024) allows
 # The model's thread releases Python's lock at every operation, and has it again when its holder releases it. By default that
 # is after 5 ms, hundreds of times a prompt, where another thread reads a long question or a large body.
@@ -59,14 +58,13 @@ router = APIRouter(route_class=JsonRoute)
 
 def create_app(server: Server) -> FastAPI:
     """The ASGI app over a server, which its maker closes."""
-    bearer = HTTPBearer(auto_error=False, description="An API key, where the service has tenants.")
     app = FastAPI(
         title="CacheBlend",
         summary="OpenAI-shaped API that answers over documents from their stored KV.",
         docs_url=None,  # FastAPI's pages load scripts from elsewhere; `/openapi.json` describes the API
         redoc_url=None,
         redirect_slashes=False,  # the address to go to would be made of the request's Host
-        dependencies=[Depends(bearer)] if server.keys.required else [],
+        dependencies=[Depends(HTTPBearer(auto_error=False))] if server.keys.required else [],
         responses={"default": {"description": 'An error: `{"error": {"message", "type", "param", "code"}}`.'}},
         exception_handlers={
             CacheBlendError: answer_error,
@@ -141,10 +139,7 @@ async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
 
 @router.get("/v1/store")
 async def store(request: Request) -> dict[str, Any]:
-    """What the tenant's store and prefix blocks hold and have done since the service started, how many of its chunks wait to be
-    computed in the background, how good its answers are, what each recompute ratio is predicted to cost and lose,
-    and questions to begin with.
-    """
+    """The tenant's store, prefix blocks and waiting chunks, its answers' quality, the prediction by ratio, and examples."""
     server: Server = request.app.state.server
 
     def read(engine: Engine) -> dict[str, Any]:
@@ -198,12 +193,7 @@ def _model(server: Server) -> dict[str, Any]:
 
 
 class StoppableServer(uvicorn.Server):
-    """Tells the service at the first SIGTERM or SIGINT that it ends, not when the last connection is closed.
-
-    Args:
-        config: where to listen, and what to serve.
-        server: the service.
-    """
+    """Tells the service at the first SIGTERM or SIGINT that it ends, not when the last connection is closed."""
 
     def __init__(self, config: uvicorn.Config, server: Server) -> None:
         super().__init__(config)
@@ -219,10 +209,7 @@ class StoppableServer(uvicorn.Server):
 
 
 def stop_in_grace(server: Server) -> None:
-    """Take nothing new, give up uploads after half of the grace and requests before its end, and end the process after it.
-
-    The thread that calls this ends with the process, which as a rule is before the end of the grace.
-    """
+    """Take nothing new, give up uploads after half of the grace and requests before its end, and end the process after it."""
     began, grace_s = time.monotonic(), server.scheduler.config.grace_s
     steps: list[tuple[float, Callable[[], None]]] = [
         (grace_s / 2, lambda: server.uploads.close(timeout_s=0)),
@@ -238,14 +225,10 @@ def stop_in_grace(server: Server) -> None:
 
 
 def exit_by_finally(*_: object) -> None:
-    """End the process by way of every `finally`, as uvicorn does not by itself; a further signal ends it at once.
-
-    Raises:
-        SystemExit: 0, a stop that was asked for is no failure.
-    """
+    """End the process by way of every `finally`, as uvicorn does not by itself; a further signal ends it at once."""
     for other in (signal.SIGTERM, signal.SIGINT):
         signal.signal(other, exit_at_once)
-    raise SystemExit(0)
+    raise SystemExit(0)  # a stop that was asked for is no failure
 
 
 def exit_at_once(number: int, _: object = None) -> None:
@@ -254,16 +237,9 @@ def exit_at_once(number: int, _: object = None) -> None:
 
 
 def run(server: Server, listener: socket.socket | None = None) -> None:
-    """Serve until SIGINT or SIGTERM: then nothing new is taken, and what runs has `grace_s` to end; see `stop_in_grace`.
-
-    Args:
-        server: what is served.
-        listener: the bound socket to serve on; None binds one.
-    """
+    """Serve until SIGINT or SIGTERM, on a bound socket if one is given; then what runs has `grace_s` to end."""
     if server.http.host not in LOOPBACK and not server.keys.required:
-        logger.warning(
-            "the API is open to everybody who reaches %s; give it an --api-key, or [tenants.NAME] tables", server.http.host
-        )
+        logger.warning("the API is open to all who reach %s; give it an --api-key, or [tenants.NAME] tables", server.http.host)
     sys.setswitchinterval(SWITCH_S)
     # uvicorn raises the signal that stopped it again: without a handler the process would end before the store is closed.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -286,7 +262,6 @@ def uvicorn_config(server: Server) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,  # nothing here goes by the client's address
         limit_concurrency=MAX_CONNECTIONS,
-        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(1, int(server.scheduler.config.grace_s)),
     )
 

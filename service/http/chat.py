@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
-from cacheblend.base.errors import MissingExtraError
+from cacheblend.base.errors import ClientGoneError, MissingExtraError
 from cacheblend.base.progress import Check
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.prompt import PromptRenderer, question_place
@@ -26,9 +26,9 @@ from cacheblend.service.serving.sampling import Sampling
 from cacheblend.service.serving.served_request import Done, Event, Failed, Piece, ServedRequest
 
 from .answers import ChatChoice, TextChoice, answer_report, usage
-from .guard import JsonRoute, client_left, error_body, refused
+from .guard import JsonRoute, error_body, refused
 from .schemas import ChatBody, CompletionBody, GenerationBody, ToolBody
-from .server import LOOK_FOR_CLIENT_S, Server, arrived, run_call
+from .server import LOOK_FOR_CLIENT_S, Server, run_call
 
 DEFAULT_NUM_CHUNKS = 6
 ANSWERS: dict[int | str, dict[str, Any]] = {
@@ -51,11 +51,7 @@ async def completion(body: CompletionBody, request: Request) -> Response:
 
 
 def _check_tools(body: ChatBody, prompts: PromptRenderer) -> None:
-    """Refuse tools that cannot be called.
-
-    Raises:
-        ApiError: the model supports no tools, or fields contradict each other.
-    """
+    """Refuse tools that the model cannot call, or that contradict other fields."""
     names, choice = [tool.function.name for tool in body.called_tools], body.tool_choice
     if names and not prompts.takes_tools:
         why = (
@@ -80,7 +76,7 @@ def lay_out_chat(engine: Engine, body: ChatBody) -> dict[str, Any]:
     if num_chunks is None:
         num_chunks = min(DEFAULT_NUM_CHUNKS, engine.retriever.chunk_count)
     messages = [message.message() for message in body.messages]
-    tools = [tool.tool() for tool in body.called_tools]
+    tools = [tool.model_dump(exclude_none=True) for tool in body.called_tools]
     layout = engine.prompts.chat(messages, with_chunks=num_chunks > 0 or body.documents is not None, tools=tools)
     return {
         "question": messages[question_place(messages)].content,
@@ -169,14 +165,7 @@ async def _respond(
 class Generation:
     """The choices of one client's request, in the scheduler, whose events come to the event loop.
 
-    The first choice is prefilled, and the others go on from its prompt; see `ServedRequest`.
-
-    Args:
-        request: the client's.
-        prepared: its prompt.
-        sampling: how tokens are drawn; each choice has a seed of its own.
-        body: what is asked for.
-        choice_class: of the answer.
+    The first choice is prefilled, and the others go on from its prompt (`ServedRequest`), each by a seed of its own.
     """
 
     def __init__(
@@ -208,7 +197,7 @@ class Generation:
                     sampling=sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index),
                     stop=body.stop or [],
                     own_ratio=body.recompute_ratio is not None,
-                    arrived=arrived(request),
+                    arrived=request.state.arrived,
                     leader=self._served[0] if index else None,
                 )
             )
@@ -217,11 +206,7 @@ class Generation:
         loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
     def submit(self) -> None:
-        """Put all choices into the scheduler's queue.
-
-        Raises:
-            QueueFullError, ShuttingDownError: see `Scheduler.submit`.
-        """
+        """Put all choices into the scheduler's queue; raises as `Scheduler.submit`."""
         for served in self._served:
             self._server.scheduler.submit(served)
 
@@ -229,14 +214,14 @@ class Generation:
         """The next event, and of which choice; every `LOOK_FOR_CLIENT_S` it is looked for the client.
 
         Raises:
-            ApiError: 499, the client has gone.
+            ClientGoneError: nobody waits for it.
             Exception: the error of a choice that failed.
         """
         while True:
             if time.monotonic() >= self._looked + LOOK_FOR_CLIENT_S:
                 self._looked = time.monotonic()
                 if await self._request.is_disconnected():
-                    raise client_left()
+                    raise ClientGoneError("the client has left")
             try:
                 async with asyncio.timeout(LOOK_FOR_CLIENT_S):
                     index, event = await self._events.get()

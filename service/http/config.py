@@ -17,7 +17,6 @@ from cacheblend.service.engine.config import EngineConfig
 LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that only this machine reaches
 API_KEY = r"[!-~]{8,}"
 HOST_NAME = r"[0-9A-Za-z._-]+|\[[0-9A-Fa-f:.]+\]"
-KEY_PREFIX = "cb-"
 BUDGETS = ("ram_budget_bytes", "nvme_budget_bytes", "prefix_budget_bytes", "index_budget_bytes")
 TENANTS_FOLDER = "tenants"
 
@@ -78,11 +77,8 @@ class TenantConfig:
     Args:
         name: of the tenant, and of its folder below the store's.
         api_key_sha256: hex SHA-256 of the keys that it uses (`cacheblend api-key` makes one); the keys themselves are nowhere.
-        ram_budget_bytes: its part of the service's RAM budget, reserved, and its limit; None for an equal part of what the
-            tenants with a number leave.
-        nvme_budget_bytes: its part of the NVMe budget.
-        prefix_budget_bytes: its part of the budget of prefix blocks.
-        index_budget_bytes: its part of the index's budget.
+        ram_budget_bytes, nvme_budget_bytes, prefix_budget_bytes, index_budget_bytes: its part of the service's budget, and its
+            limit; None for an equal part of what the tenants with a number leave.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -102,10 +98,8 @@ class TenantConfig:
             raise ConfigError(f"tenants.{self.name}.api_key_sha256", (), "give the hash of at least one key")
         for digest in self.api_key_sha256:
             if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-f]{64}", digest):
-                given = "what is given (not shown, it may be a key)"
-                raise ConfigError(
-                    f"tenants.{self.name}.api_key_sha256", given, "64 hex digits; `cacheblend api-key` prints them"
-                )
+                given, allowed = "what is given (not shown, it may be a key)", "64 hex digits; `cacheblend api-key` prints them"
+                raise ConfigError(f"tenants.{self.name}.api_key_sha256", given, allowed)
         for budget in BUDGETS:
             if (budget_bytes := getattr(self, budget)) is not None:
                 check_bytes(f"tenants.{self.name}.{budget}", budget_bytes)
@@ -113,7 +107,7 @@ class TenantConfig:
 
 def new_key() -> str:
     """A fresh API key of 256 random bits."""
-    return KEY_PREFIX + secrets.token_urlsafe(32)
+    return f"cb-{secrets.token_urlsafe(32)}"
 
 
 def hash_key(key: str) -> str:
@@ -122,11 +116,7 @@ def hash_key(key: str) -> str:
 
 
 class ApiKeys:
-    """Finds the tenant of a key.
-
-    Args:
-        tenants: none where the service has one key, or is open to all who reach it.
-        api_key: of a service without tenants; None leaves it open.
+    """Finds the tenant of a key; without tenants and key the service is open to all who reach it.
 
     Raises:
         ConfigError: two tenants share a name or a key, or there are tenants and a key.
@@ -166,14 +156,12 @@ def engine_configs(config: EngineConfig, tenants: Sequence[TenantConfig]) -> dic
     The service's budgets are what all tenants have together: a tenant that names a number has that, the others share the
     remainder equally. So what a tenant has is there for it, whatever the others do.
 
-    Args:
-        config: the service's.
-        tenants: each name once.
-
     Raises:
         ConfigError: the tenants' budgets are more than the service's together, or leave nothing for those without a number.
     """
-    parts = {budget: _parts(budget, total, tenants) for budget, total in _totals(config).items()}
+    owners = (config.store, config, config.retriever)
+    totals = {budget: next(getattr(owner, budget) for owner in owners if hasattr(owner, budget)) for budget in BUDGETS}
+    parts = {budget: _parts(budget, total, tenants) for budget, total in totals.items()}
     return {
         tenant.name: with_options(
             config,
@@ -187,14 +175,8 @@ def engine_configs(config: EngineConfig, tenants: Sequence[TenantConfig]) -> dic
     }
 
 
-def _totals(config: EngineConfig) -> dict[str, int | None]:
-    """The service's budgets in bytes; None is no bound, which the index may have."""
-    store, index = config.store, config.retriever.index_budget_bytes
-    values = (store.ram_budget_bytes, store.nvme_budget_bytes, config.prefix_budget_bytes, index)
-    return dict(zip(BUDGETS, values, strict=True))
-
-
 def _parts(budget: str, total_bytes: int | None, tenants: Sequence[TenantConfig]) -> dict[str, int | None]:
+    """A budget's bytes by tenant; None is no bound, which the index may have."""
     named = {tenant.name: int(given) for tenant in tenants if (given := getattr(tenant, budget)) is not None}
     others = [tenant.name for tenant in tenants if tenant.name not in named]
     if total_bytes is None:

@@ -92,30 +92,22 @@ async def ingest(request: Request) -> dict[str, Any]:
 @router.get("/v1/documents")
 async def ls(
     request: Request,
-    limit: Annotated[int, Query(ge=1, le=MAX_LISTED, description="At most so many documents.")] = LISTED,
-    after: Annotated[str | None, Query(description="List those after the document of this id: the `last_id` before.")] = None,
-    by: Annotated[
-        Literal["document", "file"], Query(description="`file` lists the pages, slides and sheets of a file as one.")
-    ] = "document",
-    order: Annotated[
-        Literal["asc", "desc"], Query(description="By the time of their adding; `desc`: the newest first.")
-    ] = "asc",
+    limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = LISTED,
+    after: str | None = None,
+    by: Literal["document", "file"] = "document",
+    order: Literal["asc", "desc"] = "asc",
 ) -> Response:
-    """A page of the documents; `has_more` says whether to ask for the one after `last_id`."""
+    """A page of the documents after the one of the id `after`; `has_more` says whether to ask for the one after `last_id`.
+
+    By `file` the pages, slides and sheets of a file are one document. `desc` is by the time of their adding, the newest first.
+    """
 
     def list_page(engine: Engine) -> Response:  # written out here too: many documents need long
         read = engine.documents.files if by == "file" else engine.documents.page
         documents, has_more = read(limit, after, newest_first=order == "desc")
-        ids = [document.id for document in documents]
-        return JSONResponse(
-            {
-                "object": "list",
-                "data": [_body(document) for document in documents],
-                "first_id": ids[0] if ids else None,
-                "last_id": ids[-1] if ids else None,
-                "has_more": has_more,
-            }
-        )
+        ids: list[str | None] = [document.id for document in documents] or [None]
+        page = {"object": "list", "first_id": ids[0], "last_id": ids[-1], "has_more": has_more}
+        return JSONResponse({**page, "data": [_body(document) for document in documents]})
 
     try:
         return await run_document_call(request, list_page)
@@ -150,11 +142,7 @@ async def delete(id_: str, request: Request) -> dict[str, Any]:
 @router.post("/v1/documents/{id_:path}/pin")
 async def pin(id_: str, body: PinBody, request: Request) -> dict[str, Any]:
     """Spare a document's KV from evictions, or no longer."""
-
-    def set_pinned(engine: Engine) -> DocumentStatus:
-        return engine.documents.pin(id_) if body.pinned else engine.documents.unpin(id_)
-
-    return _body(await _known(request, set_pinned))
+    return _body(await _known(request, lambda it: it.documents.pin(id_) if body.pinned else it.documents.unpin(id_)))
 
 
 @router.get("/v1/ingests")

@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cacheblend.base.errors import (
     BudgetTooSmallError,
     CacheBlendError,
+    ClientGoneError,
     ConfigError,
     DamagedDocumentError,
     DeadlineError,
@@ -67,6 +68,7 @@ NO_ROOM = "there is no room: the disk or the store's budget is full; the service
 KNOWN: tuple[tuple[type[Exception], int, str | None], ...] = (
     (QueueFullError, 429, "queue_full"),
     (ShuttingDownError, 503, None),
+    (ClientGoneError, 499, None),  # nobody reads it; the log has it
     (DeadlineError, 504, "deadline_exceeded"),
     (StoreFullError, 507, "store_full"),
     (DocumentChangedError, 409, "document_changed"),
@@ -83,15 +85,6 @@ REMEDIES = {
     "extra_forbidden": "is no field of this request; leave it out",
     "none_required": "is not supported; leave it out",
     "model_type": "must be an object",
-}
-# What pydantic would say of these fields helps nobody.
-FIELD_REMEDIES = {
-    "prompt": "is one text, or a list of one; ask for several in several requests",
-    "modalities": 'only ["text"] is supported; leave it out',
-    "functions": "are OpenAI's older form of tools; leave them out, and give tools",
-    "function_call": 'only "none" and "auto" are supported; leave it out',
-    "audio": "this service answers only in text; leave it out",
-    "web_search_options": "this service searches only its own documents; leave it out",
 }
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -146,9 +139,8 @@ async def answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         error = validation_error(error.errors()[0])
     elif isinstance(error, HTTPException):
-        method, path = request.method[:MAX_SHOWN], shortened(request.scope["path"])
-        known = {404: f"there is no {method} {path}", 405: f"{method} is not for {path}"}
-        headers, error = error.headers, ApiError(error.status_code, known.get(error.status_code, str(error.detail)))
+        message = f"{request.method[:MAX_SHOWN]} {shortened(request.scope['path'])}: {error.detail}"
+        headers, error = error.headers, ApiError(error.status_code, message)
     response = error_response(error)
     response.headers.update(headers or {})
     return response
@@ -162,8 +154,6 @@ def validation_error(first: Mapping[str, Any]) -> ApiError:
     param = ".".join(place) or None
     given = "" if kind == "missing" else f", got {shortened(first.get('input'))}"
     why = REMEDIES.get(kind) or re.sub(r"^\w+ should", "must", first["msg"].removeprefix("Value error, "))
-    if kind not in ("missing", "value_error"):
-        why = next((FIELD_REMEDIES[name] for name in (*names[:1], *names[-1:]) if name in FIELD_REMEDIES), why)
     return ApiError(400, f"{param or 'the body'}: {why}{given}", param=param, code="invalid_value")
 
 
@@ -176,24 +166,15 @@ def shortened(value: object) -> str:
 class Guard:
     """Middleware: refuses by Host, key, Origin, path, framing and Content-Type, in this order, then bounds the body.
 
-    - 421, without keys: a Host that is not this service's. A web page whose own name was pointed at this machine (DNS
-      rebinding) is of the same origin as the API for a browser, and only its Host distinguishes it from a page of ours.
-    - 401, with tenants or an API key: no key, or none that is known, on every path that is not in `PUBLIC_PATHS`.
-    - 403: a write from a web page of another origin that `cors_origins` does not name.
-    - 400: a path with control characters; a body of a request that only reads; a body framed in two ways; a body that is not
-      said to be JSON, which a browser sends without asking first (of a form to `/v1/documents` only the Origin is checked).
+    - 421, without keys: a Host that is not this service's. A web page whose name was pointed at this machine (DNS rebinding) is
+      of the API's origin for a browser; only its Host distinguishes it from a page of ours.
+    - 401, with keys: none that is known, on a path that is not in `PUBLIC_PATHS`. 403: a write from a page of another origin.
+    - 400: a path with control characters; a body of a request that only reads, framed in two ways, or not called JSON, which a
+      browser sends without asking first (of a form to `/v1/documents` only the Origin is checked).
     - 413: a body longer than `max_body_bytes` (documents) or `max_completion_bytes`. 408: one that does not come in `body_s`.
-    - 429: bodies of one tenant that together are more than `BODIES_OF_TENANT` of the longest, or of all together more than
-      `BODIES`; a body counts until its response ends.
+    - 429: unanswered bodies that are more than `BODIES_OF_TENANT` of the longest of one tenant, or `BODIES` of all.
 
     What is let through has `tenant` and `engine` in its state, and its body is in memory.
-
-    Args:
-        app: the application that is guarded.
-        http: hosts, origins and limits.
-        keys: of the tenants.
-        engines: by tenant; "" where there are none.
-        body_s: seconds for a body.
     """
 
     def __init__(
@@ -208,9 +189,6 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         headers = Headers(scope=scope)
         has_body = headers.get("content-length", "0").strip() != "0" or "transfer-encoding" in headers
         with ExitStack() as counted:
@@ -293,7 +271,8 @@ class Guard:
         """The body.
 
         Raises:
-            ApiError: 413, 408, or 499 if the client has left.
+            ApiError: it is too long, or late.
+            ClientGoneError: before its end.
             QueueFullError: there are too many bytes of bodies.
         """
         name, max_bytes = "max_body_bytes", self._http.max_body_bytes
@@ -309,7 +288,7 @@ class Guard:
                 while more_body:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise client_left()
+                        raise ClientGoneError("the client has left")
                     more_body = message.get("more_body", False)
                     parts.append(message.get("body", b""))
                     read_bytes += len(parts[-1])
@@ -346,11 +325,6 @@ class Guard:
                 asyncio.get_running_loop().call_later(RETURN_AFTER_S, returning.start)
 
 
-def client_left() -> ApiError:
-    """The error of a client that waits no more: nobody reads it, and the log has it."""
-    return ApiError(499, "the client has left")
-
-
 def _replay(body: bytes, receive: Receive) -> Receive:
     """A body that has come as one message, which the application may drop, and what follows it."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -362,10 +336,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 class JsonRoute(APIRoute):
-    """A route whose endpoint is called with the body that `read_json` read; FastAPI would read it on the event loop.
-
-    Such an endpoint has the arguments `body` and `request`, and those of its path.
-    """
+    """A route whose endpoint is called with `request`, its path's arguments, and the `body` that `read_json` read."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The endpoint's call; FastAPI's own for an endpoint without a body."""
@@ -391,11 +362,7 @@ async def read_json(request: Request, model: type[_Model]) -> _Model:
 
 
 def read_body(raw: bytes, model: type[_Model]) -> _Model:
-    """Read a body and check it.
-
-    Raises:
-        ApiError: 400, it is no JSON, or a field is not allowed; 413, see `check_values`.
-    """
+    """Read a body and check it; an `ApiError` says what is no JSON, too much (`check_values`), or not allowed in a field."""
     try:
         check_values(raw, "the body")
     except InputError as error:

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cacheblend.service.engine.engine import Engine
@@ -50,12 +51,7 @@ REMOTE_COUNTERS = {
 
 
 class Metrics(Collector):
-    """Counts the requests of one server, in a registry of its own; beside them the state of scheduler and stores, as it is when
-    asked.
-
-    Args:
-        model: its name.
-    """
+    """Counters of one server's requests, in a registry of their own, and the state of scheduler and stores when it is asked."""
 
     def __init__(self, model: str) -> None:
         self._registry, self._model = CollectorRegistry(), model
@@ -74,7 +70,7 @@ class Metrics(Collector):
         self._tokens = counter("cacheblend_tokens", "Tokens that were prompt, reused, recomputed, generated.", "kind")
         self._chunks = counter("cacheblend_chunks", "Chunks of prompts by where their KV came from.", "source")
         self._loaded = counter("cacheblend_loaded_bytes", "Bytes of stored KV loaded.", "tier")
-        self._errors = counter("cacheblend_http_errors", "Responses with an error status.", "status")
+        self.errors = counter("cacheblend_http_errors", "Responses with an error status.", "status")
         labels = "namespace", "model"
         evaluations = "Shadow evaluations of sampled requests: compared, dropped, failed."
         self._evaluations = counter("cacheblend_shadow_evaluations", evaluations, *labels, "outcome")
@@ -99,9 +95,7 @@ class Metrics(Collector):
         self._requests.labels(method, how.finish_reason).inc()
         self._ttft_s.labels(method).observe(how.answer.timings.ttft_s)
         self._queue_s.observe(how.queue_s)
-        stored = sum(
-            len(segment.token_ids) for segment in plan.segments if segment.kind == "reused" and segment.tier is not None
-        )
+        stored = sum(len(one.token_ids) for one in plan.segments if one.kind == "reused" and one.tier is not None)
         self._tokens.labels("prompt").inc(plan.prompt_tokens)
         self._tokens.labels("reused").inc(max(0.0, stored - plan.recomputed_tokens))
         self._tokens.labels("recomputed").inc(plan.recomputed_tokens)
@@ -120,10 +114,6 @@ class Metrics(Collector):
             for name, histogram in self._guard.items():
                 histogram.labels(*labels).observe(getattr(found, name))
 
-    def count_error(self, status: int) -> None:
-        """Count a response with an error status."""
-        self._errors.labels(str(status)).inc()
-
     def watch(self, scheduler: Scheduler, engines: Iterable[Engine]) -> None:
         """Also export the state of scheduler and stores, as it is when asked."""
         self._scheduler, self._engines = scheduler, tuple(engines)
@@ -140,10 +130,6 @@ class Metrics(Collector):
             if self._scraped < came:
                 self._scraped, self._scrape = time.perf_counter(), await run_in_threadpool(self.text)
             return self._scrape
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing: the stores are not asked before the first scrape."""
-        return ()
 
     def collect(self) -> Iterator[Metric]:
         """The state now, summed over tenants."""
@@ -173,7 +159,7 @@ class Metrics(Collector):
 class RequestLog:
     """Middleware: assigns each request an id, logs its end, counts errors, and answers unexpected ones.
 
-    The id is the caller's own `X-Request-Id`, where that is a plain word of at most 64 characters, or a new one.
+    The id is the caller's `X-Request-Id` if that is a plain word of at most 64 characters, else a new one.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
@@ -181,10 +167,7 @@ class RequestLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = next((value.decode("latin-1") for name, value in scope["headers"] if name == HEADER.encode()), "")
+        given = Headers(scope=scope).get(HEADER, "")
         request_id = given if re.fullmatch(r"[\w.-]{1,64}", given, re.ASCII) else uuid.uuid4().hex
         token = REQUEST_ID.set(request_id)
         started, status = time.perf_counter(), 0
@@ -205,7 +188,7 @@ class RequestLog:
             await error_response(error)(scope, receive, send_with_id)
         finally:
             if status >= 400:
-                self._metrics.count_error(status)
+                self._metrics.errors.labels(str(status)).inc()
             path = getattr(scope.get("route"), "path", None)  # the route's template, which has no ids
             seconds = time.perf_counter() - started
             # A status of 0: the client left before there was one.

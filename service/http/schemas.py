@@ -21,16 +21,8 @@ from pydantic import (
 from cacheblend.service.engine.prompt import Message
 from cacheblend.service.serving.grammar import ANY_OBJECT, is_deeper
 
-MAX_STOP_STRINGS = 4
-MAX_NUM_CHUNKS = 1000
-MAX_MESSAGES = 1000
-MAX_PARTS = 1000
-MAX_CHOICES = 16
-MAX_LOGPROBS = 20
 MAX_BIASES = 1024
-MAX_INPUTS = 2048  # texts of one call for embeddings, as OpenAI has it
 MAX_FIELDS = 100  # of one object, known or not: each that is not known is an error of its own
-MAX_TOOLS = 32
 MAX_TOOL_CHARACTERS = 2**16  # of all tools of a request as JSON, and of one call's arguments
 MAX_TOOL_DEPTH = 32  # levels of the same
 TAGS = TEXT_TAG, OBJECT_TAG = "<text>", "<object>"  # which part of a union a value is read as; no names of fields
@@ -38,30 +30,20 @@ Schema = dict[str, Any]  # a JSON schema
 
 
 def check_bounds(value: Any) -> None:
-    """Refuse JSON that is too long, too deep, or has text that is no Unicode or a number that is not finite.
-
-    Raises:
-        ValueError: it does; the message says what is allowed.
-    """
+    """Raise ValueError for JSON that is too long or too deep, or has text that is no Unicode or a number that is not finite."""
     if is_deeper(value, MAX_TOOL_DEPTH):
         raise ValueError(f"is more than {MAX_TOOL_DEPTH} levels deep; make it simpler")
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"is not Unicode: {error.reason}") from None
     except ValueError:
-        raise ValueError("has NaN or a number beyond 1e308, which JSON has not; leave it out") from None
+        raise ValueError("has NaN, a number beyond 1e308, or half a character, which JSON has not; leave it out") from None
     if len(text) > MAX_TOOL_CHARACTERS:
         raise ValueError(f"has more than {MAX_TOOL_CHARACTERS} characters as JSON; make it shorter")
 
 
 def read_arguments(text: Any) -> dict[str, Any]:
-    """A call's arguments from their JSON.
-
-    Raises:
-        ValueError: it is not the JSON of an object, or outside the bounds.
-    """
+    """A call's arguments from their JSON; a ValueError if it is not that of an object, or outside the bounds."""
     try:
         value = json.loads(text) if isinstance(text, str) and len(text) <= MAX_TOOL_CHARACTERS else None
     except (ValueError, RecursionError):
@@ -73,11 +55,7 @@ def read_arguments(text: Any) -> dict[str, Any]:
 
 
 def call_schema(functions: Sequence[tuple[str, Mapping[str, Any] | None]]) -> Schema:
-    """The JSON schema of a call of one of the functions.
-
-    Args:
-        functions: names, and schemas of their arguments; None for a function without arguments.
-    """
+    """The JSON schema of a call of one of the functions, from their names and their arguments' schemas, None for none."""
     calls = []
     for place, (name, parameters) in enumerate(functions):
         arguments = {"type": "object", "additionalProperties": False} if parameters is None else parameters
@@ -136,14 +114,10 @@ TokenCount = Annotated[int, Field(ge=1)]
 # Fields that are a text or a list are a list to us.
 Texts = Text | list[Text]
 ListOfTexts = BeforeValidator(_as_list, json_schema_input_type=Texts)
-StopStrings = Annotated[list[CallId], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), ListOfTexts]
+StopStrings = Annotated[list[CallId], Field(max_length=4, fail_fast=True), ListOfTexts]
 Prompt = Annotated[list[Text], Field(min_length=1, max_length=1, fail_fast=True), ListOfTexts]
-Inputs = Annotated[
-    list[Text],
-    Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True),
-    BeforeValidator(_without_token_ids),
-    ListOfTexts,
-]
+InputTexts = Annotated[list[Text], Field(min_length=1, max_length=2048, fail_fast=True)]  # as many as OpenAI takes
+Inputs = Annotated[InputTexts, BeforeValidator(_without_token_ids), ListOfTexts]
 
 
 class StrictModel(BaseModel):
@@ -181,12 +155,9 @@ class TextPart(StrictModel):
     text: Text
 
 
-Parts = Text | list[TextPart]
-Content = Annotated[
-    list[TextPart],
-    Field(max_length=MAX_PARTS, fail_fast=True),
-    BeforeValidator(_as_parts, json_schema_input_type=Parts),
-]
+ContentInput = Text | list[TextPart]
+Parts = Annotated[list[TextPart], Field(max_length=1000, fail_fast=True)]
+Content = Annotated[Parts, BeforeValidator(_as_parts, json_schema_input_type=ContentInput)]
 
 
 class CalledFunction(StrictModel):
@@ -210,7 +181,7 @@ class MessageBody(StrictModel):
 
     ignored = frozenset({"annotations", "reasoning_content"})  # of an earlier answer that comes back
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    tool_calls: Annotated[list[CallBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[CallBody], Field(max_length=32, fail_fast=True)] | None = None
     tool_call_id: CallId | None = None
     content: Content | None = None
     name: Name | None = None
@@ -250,25 +221,21 @@ class FunctionBody(StrictModel):
 
 
 class ToolBody(StrictModel):
-    """A tool; only functions are accepted."""
+    """A tool; only functions are accepted. Dumped without None it is as chat templates have it."""
 
     type: Literal["function"]
     function: FunctionBody
-
-    def tool(self) -> dict[str, Any]:
-        """The tool as chat templates have it."""
-        return self.model_dump(exclude_none=True)
 
 
 def _differ(tools: list[ToolBody]) -> list[ToolBody]:
     """Refuse two tools of one name, and tools that are too much together."""
     if len({tool.function.name for tool in tools}) < len(tools):
         raise ValueError("two have the same name; give each its own")
-    check_bounds([tool.tool() for tool in tools])
+    check_bounds([tool.model_dump(exclude_none=True) for tool in tools])
     return tools
 
 
-Tools = Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_differ)]
+Tools = Annotated[list[ToolBody], Field(max_length=32, fail_fast=True), AfterValidator(_differ)]
 # The discriminator says which of two forms a value has, so that an error speaks of that one.
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag(TEXT_TAG)] | Annotated[ToolBody, Tag(OBJECT_TAG)],
@@ -332,7 +299,7 @@ class GenerationBody(StrictModel):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: StopStrings | None = None
     min_p: Share | None = 0.0
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
+    n: Annotated[int, Field(ge=1, le=16)] | None = 1
     presence_penalty: Penalty | None = 0.0
     frequency_penalty: Penalty | None = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = 1.0
@@ -341,7 +308,7 @@ class GenerationBody(StrictModel):
     parallel_tool_calls: bool | None = None
     # RAG
     documents: Annotated[list[DocumentBody], Field(fail_fast=True)] | None = None  # how many: `max_documents`
-    num_chunks: Annotated[int, Field(ge=0, le=MAX_NUM_CHUNKS)] | None = None
+    num_chunks: Annotated[int, Field(ge=0, le=1000)] | None = None
     method: str = "blend"
     recompute_ratio: Share | None = None
     cache_salt: Name = ""
@@ -370,10 +337,10 @@ class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
     ignored = frozenset(f"{OF_CLIENTS} {OF_OPEN_WEBUI}".split())
-    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=1000, fail_fast=True)]
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     modalities: list[Literal["text"]] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None  # without one "auto"
@@ -403,7 +370,7 @@ class CompletionBody(GenerationBody):
     prompt: Prompt
     echo: Literal[False] | None = False
     best_of: Literal[1] | None = 1
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     suffix: None = None
 
     @property

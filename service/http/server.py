@@ -28,7 +28,7 @@ from cacheblend.service.serving.grammar import GrammarCompiler
 from cacheblend.service.serving.scheduler import Scheduler
 
 from .config import ApiKeys, HttpConfig, TenantConfig, engine_configs
-from .guard import ApiError, client_left, refused, shortened
+from .guard import ApiError, refused, shortened
 from .metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -48,8 +48,7 @@ class Ingest:
     Args:
         tenant: whose it is.
         name: of the file, or the first document's id.
-        progress: the stage ("waiting" for its turn, "read" into text, "index" or "precompute"), how many documents, in
-            "precompute" chunks, are done, and of how many; 0 where that is not known.
+        progress: stage ("waiting", "read", "index", "precompute"), and documents, in "precompute" chunks, done of how many.
     """
 
     tenant: str
@@ -64,11 +63,9 @@ class Ingest:
 class Server:
     """Owns all that answers requests; a context manager.
 
-    What is done for requests beside the model has threads of its own by its kind: `preparing` (layout, retrieval), `uploads`,
-    `document_calls` (lists, deletions) and `embeddings`, so that none of them waits for another. Tenants take turns.
-
-    Without tenants there is one engine, on the config's own folder. With tenants each has an engine on a folder of its own
-    below it, with its part of the budgets, and all share the model and the embedder.
+    Work beside the model has threads by its kind, so that none waits for another: `preparing` (layout, retrieval), `uploads`,
+    `document_calls` (lists, deletions), `embeddings`. Each tenant has an engine in a folder below the config's, with its part
+    of the budgets; all share the model and the embedder. Without tenants there is one engine, on the config's own folder.
 
     Args:
         engine_config: model, folder, settings.
@@ -135,21 +132,13 @@ class Server:
             self._opened = opened.pop_all()
 
     def check_model(self, name: str | None, *others: str) -> None:
-        """Refuse a model that is not the one there is, nor one of `others`.
-
-        Raises:
-            ApiError: 404.
-        """
+        """Refuse, with a 404, a model that is not the one there is, nor one of `others`."""
         if name is not None and name not in (self.model_name, *others):
             message = f"there is no model {shortened(name)} here; use {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def check_count(self, documents: Sequence[object] | None) -> None:
-        """Refuse too many documents.
-
-        Raises:
-            ApiError: there are more than `max_documents`.
-        """
+        """Refuse more than `max_documents`."""
         if documents is not None and len(documents) > self.http.max_documents:
             why = f"{len(documents)} are more than max_documents={self.http.max_documents}; send fewer at once"
             raise refused("documents", why, code="too_many_documents")
@@ -214,11 +203,6 @@ def _open_engines(
     return engines
 
 
-def arrived(request: Request) -> float:
-    """When a request came, in seconds of `time.perf_counter`; its deadline counts from then."""
-    return float(request.state.arrived)
-
-
 async def run_call(pool: CallPool, request: Request, work: Callable[[Check], _Result], *, until_begun: bool = False) -> _Result:
     """Have work done for a request, and wait for it as long as its client does.
 
@@ -231,14 +215,14 @@ async def run_call(pool: CallPool, request: Request, work: Callable[[Check], _Re
     Raises:
         QueueFullError, ShuttingDownError: see `CallPool.submit`.
         DeadlineError: it came longer ago than `deadline_s`.
-        ApiError: 499, the client has gone; the work ends at its next check.
+        ClientGoneError: the work ends at its next check.
     """
     server: Server = request.app.state.server
     call = Call(
         work,
         tenant=request.state.tenant,
         deadline_s=server.scheduler.config.deadline_s,
-        arrived=arrived(request),
+        arrived=request.state.arrived,
         until_begun=until_begun,
     )
     pool.submit(call)
@@ -246,7 +230,7 @@ async def run_call(pool: CallPool, request: Request, work: Callable[[Check], _Re
     try:
         while not (await asyncio.wait([waiting], timeout=LOOK_FOR_CLIENT_S))[0]:
             if await request.is_disconnected():
-                raise client_left()
+                raise ClientGoneError("the client has left")
             if (late := call.over) is not None:
                 raise late
     except BaseException as error:  # the server cancels what waits when it is closed

@@ -165,7 +165,7 @@ def test_an_open_address_is_warned_of(
         caplog.clear()
         with Server(engine.config, http=HttpConfig(host=host), engine=engine) as server:
             run(server)
-        assert ("open to everybody" in caplog.text) is warned
+        assert ("open to all" in caplog.text) is warned
 
 
 def test_what_the_guard_finds(model_dir: Path, tmp_path: Path) -> None:
