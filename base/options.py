@@ -29,6 +29,9 @@ GONE_OPTIONS: dict[str, str] = {
     "on_miss": "nothing: missing chunks are recomputed in the prompt, and their KV is stored afterwards",
     "index": "the index lies in store_dir; texts of a database of your own come with a request's documents",
     "index_schema": "the index lies in store_dir; texts of a database of your own come with a request's documents",
+    "limit": "nothing: `cacheblend documents ls` lists all; the HTTP API has pages",
+    "after": "nothing: `cacheblend documents ls` lists all; the HTTP API has pages",
+    "profile": "`cacheblend plan FILE`, with the file that `cacheblend profile` wrote",
 }
 
 

@@ -6,8 +6,8 @@
         engine.ingest([{"id": "1", "title": "Novex", "text": "Novex Systems was founded by Ada Brandt."}])
         print(engine.answer("Who founded Novex Systems?").text)
 
-This is all that the package offers. A name is imported at its first use, so that `import cacheblend` costs nothing and needs
-nothing but Python.
+This is all that the package offers. The errors and `Progress` need nothing but Python; any other name is imported at its first
+use, so that `import cacheblend` costs nothing.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from .base.errors import CacheBlendError as CacheBlendError
+from .base.errors import ConfigError as ConfigError
+from .base.errors import DamagedDocumentError as DamagedDocumentError
+from .base.errors import DamagedEntryError as DamagedEntryError
+from .base.errors import DocumentChangedError as DocumentChangedError
+from .base.errors import FusionCancelledError as FusionCancelledError
+from .base.errors import IncompatibleKVError as IncompatibleKVError
+from .base.errors import InputError as InputError
+from .base.errors import MissingExtraError as MissingExtraError
+from .base.errors import ModelFetchError as ModelFetchError
+from .base.errors import ProfileError as ProfileError
+from .base.errors import PromptTooLongError as PromptTooLongError
+from .base.errors import RetrieverError as RetrieverError
+from .base.errors import ServiceError as ServiceError
+from .base.errors import StoreDirectoryError as StoreDirectoryError
+from .base.errors import StoreError as StoreError
+from .base.errors import StoreFullError as StoreFullError
+from .base.errors import UnsupportedModelError as UnsupportedModelError
+from .base.progress import Progress as Progress
+
 if TYPE_CHECKING:
     from importlib.metadata import version as _version
 
-    from .base.errors import CacheBlendError as CacheBlendError
-    from .base.errors import ConfigError as ConfigError
-    from .base.errors import DamagedDocumentError as DamagedDocumentError
-    from .base.errors import DamagedEntryError as DamagedEntryError
-    from .base.errors import DocumentChangedError as DocumentChangedError
-    from .base.errors import FusionCancelledError as FusionCancelledError
-    from .base.errors import IncompatibleKVError as IncompatibleKVError
-    from .base.errors import InputError as InputError
-    from .base.errors import MissingExtraError as MissingExtraError
-    from .base.errors import ModelFetchError as ModelFetchError
-    from .base.errors import ProfileError as ProfileError
-    from .base.errors import PromptTooLongError as PromptTooLongError
-    from .base.errors import RetrieverError as RetrieverError
-    from .base.errors import ServiceError as ServiceError
-    from .base.errors import StoreDirectoryError as StoreDirectoryError
-    from .base.errors import StoreError as StoreError
-    from .base.errors import StoreFullError as StoreFullError
-    from .base.errors import UnsupportedModelError as UnsupportedModelError
-    from .base.progress import Progress as Progress
     from .blend import ChunkContext as ChunkContext
     from .blend import FusionConfig as FusionConfig
     from .blend import FusionResult as FusionResult
@@ -67,35 +68,14 @@ if TYPE_CHECKING:
     __version__ = _version("cacheblend")
 
 _MODULES = {
-    "base.errors": (
-        "CacheBlendError",
-        "ConfigError",
-        "DamagedDocumentError",
-        "DamagedEntryError",
-        "DocumentChangedError",
-        "FusionCancelledError",
-        "IncompatibleKVError",
-        "InputError",
-        "MissingExtraError",
-        "ModelFetchError",
-        "ProfileError",
-        "PromptTooLongError",
-        "RetrieverError",
-        "ServiceError",
-        "StoreDirectoryError",
-        "StoreError",
-        "StoreFullError",
-        "UnsupportedModelError",
-    ),
-    "base.progress": ("Progress",),
-    "blend": ("ChunkContext", "FusionResult", "FusionConfig", "Fusor", "ModelRunner", "Segment", "SelectionStep", "Selector"),
+    "blend": ("ChunkContext", "FusionConfig", "FusionResult", "Fusor", "ModelRunner", "Segment", "SelectionStep", "Selector"),
     "loader": ("LoaderConfig", "LoadingController", "Profile", "measure_profile"),
     "retriever": ("Retriever", "RetrieverConfig"),
     "service": ("Answer", "AnswerPlan", "Engine", "EngineConfig", "IngestReport", "Timings"),
     "store": ("ChunkKV", "ChunkKey", "KVStore", "Placement", "StoreConfig", "StoreStats"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-__all__ = ["__version__", *sorted(_MODULE_OF)]
+__all__ = ["__version__", *(name for name, value in vars().items() if isinstance(value, type)), *_MODULE_OF]
 
 
 def __getattr__(name: str) -> object:

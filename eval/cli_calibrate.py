@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,49 +12,19 @@ from rich.table import Table
 from cacheblend.base.files import make_folder
 from cacheblend.cli import options, terminal
 from cacheblend.eval.data import DocumentsSource, Preset
-from cacheblend.eval.data.source import SEARCHED_TOP_K
+from cacheblend.eval.data.source import SEARCHED_CHUNKS
 from cacheblend.eval.method_plan import CONTEXTS, METHOD_OF_SELECTOR
 from cacheblend.loader import Thresholds, write_calibration
 from cacheblend.service.engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from cacheblend.eval.run.calibration import CalibrationRun
-    from cacheblend.eval.run.folder import EvalConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SettingOptions(options.OptionGroup):
-    """The settings that are measured."""
-
-    contexts: Annotated[
-        str, typer.Option(help=f"Comma-separated: what chunks' KV is computed after, of {', '.join(CONTEXTS)}.")
-    ] = "default,filler"
-    selectors: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(METHOD_OF_SELECTOR)}.")] = (
-        "question_attention,gradual,first_tokens"
-    )
-    ratios: Annotated[str, typer.Option(help="Comma-separated recompute ratios, 0..1.")] = "0,0.05,0.1,0.15,0.2,0.3,0.5"
-
-    def config(self, source: DocumentsSource, engine: EngineConfig) -> EvalConfig:
-        """Make the run that measures them, on an engine's model and device."""
-        from cacheblend.eval.run.calibration import calibration_config
-
-        return calibration_config(
-            source,
-            engine.model,
-            contexts=options.listed(self.contexts),
-            selectors=options.listed(self.selectors),
-            ratios=options.numbers("ratios", self.ratios),
-            device=str(engine.resolve_device()),
-            dtype=engine.dtype,
-            allow_unverified=engine.allow_unverified,
-        )
-
-
-@options.engine_options(only=(*options.OF_MODELS, "chunk_tokens"))
+@options.accepts(EngineConfig, only=(*options.OF_MODELS, "chunk_tokens"))
 def calibrate(
     model: Annotated[str, typer.Argument(envvar="CACHEBLEND_MODEL", help=options.MODEL_HELP)],
     folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder or file of documents, as for `cacheblend ingest`.")],
-    measured: SettingOptions,
     questions: Annotated[
         str | None,
         typer.Option(
@@ -70,10 +39,17 @@ def calibrate(
     max_nll: Annotated[
         float, typer.Option(help="Highest mean NLL of the right answers above full recompute's, nats.")
     ] = Thresholds().max_nll,
-    top_k: Annotated[int, typer.Option(help="Chunks of a prompt.")] = SEARCHED_TOP_K,
+    num_chunks: Annotated[int, typer.Option(help="Chunks of a prompt.")] = SEARCHED_CHUNKS,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="New folder for the run; left out, one below runs/, named by time.")
     ] = None,
+    contexts: Annotated[
+        str, typer.Option(help=f"Comma-separated: what chunks' KV is computed after, of {', '.join(CONTEXTS)}.")
+    ] = "default,filler",
+    selectors: Annotated[
+        str, typer.Option(help=f"Comma-separated, of {', '.join(METHOD_OF_SELECTOR)}.")
+    ] = "question_attention,gradual,first_tokens",
+    ratios: Annotated[str, typer.Option(help="Comma-separated recompute ratios, 0..1.")] = "0,0.05,0.1,0.15,0.2,0.3,0.5",
     *,
     settings: options.Settings,
     as_json: options.Json = False,
@@ -88,6 +64,7 @@ def calibrate(
     terminal.hush_libraries()
 
     from cacheblend.eval.run.calibration import calibrate as run_calibration
+    from cacheblend.eval.run.calibration import calibration_config
     from cacheblend.eval.run.runner import load_fusor
 
     engine = settings.make(EngineConfig, model=model, store_dir=store_dir)
@@ -95,16 +72,26 @@ def calibrate(
         documents=folder,
         questions=questions,
         cases=cases,
-        preset=Preset(chunk_tokens=engine.retriever.chunk_tokens, top_k=top_k),
+        preset=Preset(chunk_tokens=engine.retriever.chunk_tokens, num_chunks=num_chunks),
         worked_examples=False,
     )
-    config = measured.config(source, engine)
+    chosen = options.listed(selectors)
+    config = calibration_config(
+        source,
+        engine.model,
+        contexts=options.listed(contexts),
+        selectors=chosen,
+        ratios=options.numbers("ratios", ratios),
+        device=str(engine.resolve_device()),
+        dtype=engine.dtype,
+        allow_unverified=engine.allow_unverified,
+    )
     run_folder = out or Path("runs") / f"calibrate-{time.strftime('%Y%m%d-%H%M%S')}"
     make_folder(engine.profile_dir)  # a folder that cannot be written shows before the measuring
     fusor = load_fusor(config)
     with terminal.progress_bars() as progress:
-        thresholds, selectors = Thresholds(max_kl=max_kl, max_nll=max_nll), options.listed(measured.selectors)
-        run = run_calibration(config, thresholds, run_folder, fusor, selectors=selectors, on_progress=progress)
+        thresholds = Thresholds(max_kl=max_kl, max_nll=max_nll)
+        run = run_calibration(config, thresholds, run_folder, fusor, selectors=chosen, on_progress=progress)
     path = write_calibration(engine.profile_dir, run.calibration)
     if as_json:
         terminal.print_json(_as_json(run, path))

@@ -23,7 +23,8 @@ CHUNK_TOKENS = 256
 MAX_TOKENS = 24
 
 
-@options.engine_options(
+@options.accepts(
+    EngineConfig,
     only=("recompute_ratio", "chunk_tokens", "embedder", "max_tokens", *options.OF_MODELS),
     chunk_tokens=CHUNK_TOKENS,
     max_tokens=MAX_TOKENS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,8 +11,10 @@ import typer
 from typer.core import TyperGroup
 
 from cacheblend.base.errors import ConfigError
+from cacheblend.base.options import option, options_of
 from cacheblend.blend import DEFAULT_RATIO
 from cacheblend.cli import options, terminal
+from cacheblend.cli.model import choose_model
 from cacheblend.eval.cli_load import load
 from cacheblend.eval.data import (
     CHUNKINGS,
@@ -30,9 +32,6 @@ from cacheblend.service.engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from cacheblend.eval.data import RequestSource
-    from cacheblend.eval.run.folder import EvalConfig
-
-DEFAULT_METHODS = ",".join(METHODS[:4])
 
 
 class _DataSetGroup(TyperGroup):
@@ -52,78 +51,61 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Options of every command that measures methods: which ones, and where to."""
+
+    methods: str = option(",".join(METHODS[:4]), f"Comma-separated, of {', '.join(METHODS)}.")
+    ratios: str = option(str(DEFAULT_RATIO), "Comma-separated recompute ratios, 0..1, of the methods that take one.")
+    contexts: str = option(CONTEXTS[0], f"Comma-separated: what stored KV was computed after, of {', '.join(CONTEXTS)}.")
+    out: str | None = option(None, "New folder for the run; left out, one below runs/, named by data and time.")
+    resume: bool = option(False, "Go on with the run in --out after its last complete case.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptConfig:
+    """Options that change a preset's prompts, beside `--chunk-tokens`."""
+
+    num_chunks: int | None = option(None, "Chunks of a prompt; left out, 6 where they are searched, else all that fit.")
+    order: str = option(ORDERS[0], "Of a prompt's chunks; gold-middle: the one with the answer in the middle.", choices=ORDERS)
+    prompt: str = option(
+        PROMPTS[0],
+        "The model's chat template, or a plain text with worked examples; auto is the template where there is one.",
+        choices=PROMPTS,
+    )
+
+
+def _changed(preset: Preset, settings: options.Settings, **others: str | None) -> Preset:
+    """A preset with the options that were given, and with others that are no None."""
+    given = {**others, **{name: settings.values[name] for name in ("chunk_tokens", *options_of(PromptConfig))}}
+    return replace(preset, **{name: value for name, value in given.items() if value is not None})
+
+
+_ENGINE = (*options.OF_MODELS, "chunk_tokens", "max_tokens", "kv_cache_dtype")
+_OPTIONS = options.accepts(EngineConfig, RunConfig, PromptConfig, only=(*options_of(RunConfig, PromptConfig), *_ENGINE))
+
+
 Model = Annotated[
     str | None,
     typer.Option(
         "--model", "-m", envvar="CACHEBLEND_MODEL", help=f"{options.MODEL_HELP[:-1]}; left out, the default known model."
     ),
 ]
-Data = Annotated[
-    str | None,
-    typer.Option(
-        "--data", envvar=DATA_VARIABLE, help="The set's .jsonl or .jsonl.gz, a folder that has it, or a hub data set."
-    ),
-]
-MaxTokens = Annotated[
-    int | None, typer.Option("--max-tokens", help="Upper bound on an answer's tokens; left out, the data set's.")
-]
-Seed = Annotated[int, typer.Option("--seed", help="Draws the cases, or their order.")]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions(options.OptionGroup):
-    """Options of every command that measures methods."""
-
-    model: Model = None
-    methods: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(METHODS)}.")] = DEFAULT_METHODS
-    ratios: Annotated[str, typer.Option(help="Comma-separated recompute ratios, 0..1, of the methods that take one.")] = str(
-        DEFAULT_RATIO
-    )
-    contexts: Annotated[
-        str, typer.Option(help=f"Comma-separated: what stored KV was computed after, of {', '.join(CONTEXTS)}.")
-    ] = CONTEXTS[0]
-    max_tokens: MaxTokens = None
-    kv_cache_dtype: Annotated[str, typer.Option(help="Codec that chunks' KV is stored with.")] = "raw"
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="New folder for the run; left out, one below runs/, named by data and time."),
-    ] = None
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out after its last complete case.")] = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptOptions(options.OptionGroup):
-    """Options that change a preset's prompts."""
-
-    chunk_tokens: Annotated[int | None, typer.Option(help="Tokens of a chunk; left out, the preset's.")] = None
-    top_k: Annotated[
-        int | None, typer.Option(help="Chunks of a prompt; left out, 6 where they are searched, else all that fit.")
-    ] = None
-    order: Annotated[
-        str, typer.Option(help=f"Of a prompt's chunks: {', '.join(ORDERS)} (the chunk with the answer in the middle).")
-    ] = ORDERS[0]
-    prompt: Annotated[
-        str,
-        typer.Option(
-            help=f"{', '.join(PROMPTS)}: the model's chat template, or a plain text with worked examples; auto is the "
-            "template where there is one.",
-        ),
-    ] = PROMPTS[0]
-
-    def changed(self, preset: Preset, **others: object) -> Preset:
-        """A preset with what was given, and with others that are no None."""
-        given = {**asdict(self), **others}
-        return replace(preset, **{name: value for name, value in given.items() if value is not None})
-
-
-@options.engine_options(only=options.OF_MODELS)
+@_OPTIONS
 def data_set(
     context: typer.Context,
-    run: RunOptions,
-    layout: PromptOptions,
-    data: Data = None,
+    model: Model = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data", envvar=DATA_VARIABLE, help="The set's .jsonl or .jsonl.gz, a folder that has it, or a hub data set."
+        ),
+    ] = None,
     preset: Annotated[str, typer.Option(help=f"Set-up: {' or '.join(PRESETS)}.")] = "paper",
-    seed: Seed = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Draws the cases, or their order.")] = 0,
     cases: Annotated[int | None, typer.Option(help="Cases from the file's start; left out, as many as the paper's.")] = None,
     chunking: Annotated[
         str | None,
@@ -136,7 +118,7 @@ def data_set(
     settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
-    """Measure the methods on this data set.
+    """Measure the methods on this data set. Without --max-tokens an answer is as long as the data set says.
 
     Examples:
         cacheblend eval musique --data ./data --model ./model --json
@@ -147,9 +129,9 @@ def data_set(
     """
     if preset not in PRESETS:
         raise ConfigError("preset", preset, f"one of {', '.join(PRESETS)}")
-    setting = layout.changed(PRESETS[preset], chunking=chunking)
+    setting = _changed(PRESETS[preset], settings, chunking=chunking)
     source = FileSource(name=str(context.info_name), data=data, cases=cases, seed=seed, preset=setting)
-    _run(source, run, settings, as_json=as_json)
+    _run(source, model, settings, as_json=as_json)
 
 
 for _name, _set in DATA_SETS.items():
@@ -157,7 +139,7 @@ for _name, _set in DATA_SETS.items():
 
 
 @app.command("documents")
-@options.engine_options(only=options.OF_MODELS)
+@_OPTIONS
 def documents(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder or file of documents, as for `cacheblend ingest`.")],
     questions: Annotated[
@@ -168,8 +150,7 @@ def documents(
             help='.jsonl, a line {"question", "answers" and "id" if there are any}, or .txt, a question a line.',
         ),
     ],
-    run: RunOptions,
-    layout: PromptOptions,
+    model: Model = None,
     cases: Annotated[int | None, typer.Option(help="Questions from the file's start; left out, all.")] = None,
     *,
     settings: options.Settings,
@@ -182,8 +163,8 @@ def documents(
 
         cacheblend eval documents ./handbook --questions questions.jsonl --model ./model --ratios 0.05,0.15,0.3 --json
     """
-    source = DocumentsSource(documents=folder, questions=questions, cases=cases, preset=layout.changed(Preset()))
-    _run(source, run, settings, as_json=as_json)
+    source = DocumentsSource(documents=folder, questions=questions, cases=cases, preset=_changed(Preset(), settings))
+    _run(source, model, settings, as_json=as_json)
 
 
 app.command("load")(load)
@@ -214,36 +195,29 @@ def report(
         draw_losses(figure.parent, figure.stem, [summarize(RunFolder(run)) for run in runs])
 
 
-def _config(source: RequestSource, run: RunOptions, settings: options.Settings) -> EvalConfig:
-    """The run's configuration, with the default model and the device that "auto" stands for filled in."""
+def _run(source: RequestSource, model: str | None, settings: options.Settings, *, as_json: bool) -> None:
     terminal.hush_libraries()
-    from cacheblend.cli.model import choose_model
     from cacheblend.eval.run.folder import EvalConfig
+    from cacheblend.eval.run.report import report
+    from cacheblend.eval.run.runner import evaluate
 
-    model = choose_model(run.model, yes=False)
-    engine = settings.make(EngineConfig, model=model, store_dir=".")
-    return EvalConfig(
+    run = settings.make(RunConfig)
+    if run.resume and run.out is None:
+        raise ConfigError("resume", run.resume, "only with --out, the folder of the run to go on with")
+    engine = settings.make(EngineConfig, model=choose_model(model, yes=False), store_dir=".")
+    config = EvalConfig(
         source=source,
-        model=model,
+        model=engine.model,
         methods=tuple(options.listed(run.methods)),
         ratios=tuple(options.numbers("ratios", run.ratios)),
         contexts=tuple(options.listed(run.contexts)),
-        max_new_tokens=run.max_tokens,
-        kv_cache_dtype=run.kv_cache_dtype,
+        max_new_tokens=engine.max_tokens,
+        kv_cache_dtype=engine.kv_cache_dtype,
         device=str(engine.resolve_device()),
         dtype=engine.dtype,
         allow_unverified=engine.allow_unverified,
     )
-
-
-def _run(source: RequestSource, run: RunOptions, settings: options.Settings, *, as_json: bool) -> None:
-    config = _config(source, run, settings)
-    from cacheblend.eval.run.report import report
-    from cacheblend.eval.run.runner import evaluate
-
-    if run.resume and run.out is None:
-        raise ConfigError("resume", run.resume, "only with --out, the folder of the run to go on with")
-    folder = run.out or Path("runs") / f"{source.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = Path(run.out or f"runs/{source.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     with terminal.progress_bars() as progress:
         summary = evaluate(config, folder, resume=run.resume, on_progress=progress)
     if as_json:

@@ -24,7 +24,7 @@ def load(
     ] = None,
     data: Annotated[str | None, typer.Option(envvar=DATA_VARIABLE, help="The set's file, or a folder that has it.")] = None,
     cases: Annotated[int, typer.Option(help="Questions from the file's start, divided among the rates.", min=1)] = 60,
-    top_k: Annotated[int, typer.Option(help="Upper bound on the passages of a prompt.", min=1)] = 10,
+    num_chunks: Annotated[int, typer.Option(help="Upper bound on the passages of a prompt.", min=1)] = 10,
     rates: Annotated[str, typer.Option(help="Comma-separated arrivals a second.")] = "0.5,1,2",
     max_tokens: Annotated[int, typer.Option(help="Upper bound on an answer's tokens.", min=1)] = 16,
     timeout_s: Annotated[float, typer.Option(help="A request without a byte for this many seconds has failed.")] = 120.0,
@@ -41,7 +41,7 @@ def load(
         cacheblend eval load squad_shared --data ./data --address http://127.0.0.1:8000 --peer vllm=http://127.0.0.1:8001
     """
     wording, examples = data_set(name).wording, read_examples(find_file(name, data))
-    requests = [LoadRequest.from_example(example, wording, top_k) for example in itertools.islice(examples, cases)]
+    requests = [LoadRequest.from_example(example, wording, num_chunks) for example in itertools.islice(examples, cases)]
     targets: list[Target] = [] if address is None else own_targets(_base(address), options.listed(methods), api_key)
     for text in peer or ():
         label, equals, url = text.partition("=")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,16 +22,8 @@ def page_note(store_dir: Path | None) -> str:
     """Tell how to open the page over a demo's store, or how to keep the store for it."""
     if store_dir is None:
         return "The store was removed; with --store-dir DIR it stays, and the page can be opened over it."
-    command = f"{_called()} serve --store-dir {shlex.quote(str(store_dir))}"
+    command = f"cacheblend serve --store-dir {shlex.quote(str(store_dir))}"
     return f"Open the page: {command}, then http://127.0.0.1:8000/ in a browser"
-
-
-def _called() -> str:
-    """Name the command; by its path if PATH does not lead to it."""
-    path, found = Path(sys.argv[0]), shutil.which("cacheblend")
-    if path.name != "cacheblend" or (found is not None and path.exists() and Path(found).samefile(path)):
-        return "cacheblend"
-    return shlex.quote(str(path))
 
 
 class DemoScreen:

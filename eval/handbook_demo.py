@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Self, get_args
+from typing import Any, get_args
 
 from cacheblend.blend import FusionResult
 from cacheblend.blend.fidelity import first_token_kl_nats
@@ -61,15 +61,6 @@ class AskedQuestion:
         own["class"] = own.pop("question_class")
         methods = {method: asdict(reply) for method, reply in self.replies.items()}
         return {**own, "prompt_tokens": self.prompt_tokens, "methods": methods}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The question that `as_dict` wrote."""
-        question = HandbookQuestion(
-            values["id"], values["question"], tuple(values["answers"]), values["class"], tuple(values["gold"])
-        )
-        replies = {method: Reply(**reply) for method, reply in values["methods"].items()}
-        return cls(question=question, prompt_tokens=values["prompt_tokens"], replies=replies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

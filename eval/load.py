@@ -37,9 +37,9 @@ class LoadRequest:
     documents: tuple[str, ...]
 
     @classmethod
-    def from_example(cls, example: Example, wording: Wording, top_k: int) -> LoadRequest:
-        """Make the request of an example, over its first `top_k` passages."""
-        passages = (f"{passage.title}\n{passage.text}".strip() for passage in example.passages[:top_k])
+    def from_example(cls, example: Example, wording: Wording, num_chunks: int) -> LoadRequest:
+        """Make the request of an example, over its first `num_chunks` passages."""
+        passages = (f"{passage.title}\n{passage.text}".strip() for passage in example.passages[:num_chunks])
         return cls(wording.question.format(question=example.question), tuple(passages))
 
 

@@ -57,7 +57,7 @@ class Bench:
 
     def eval(self, name: str, model: str, methods: str, cases: int, *options: object) -> dict[str, Any]:
         """Measure methods on a data set's passages; the summary by method."""
-        fixed = ("--data", self.data, "--chunking", "passage", "--prompt", "few-shot", "--top-k", SETS[name][0])
+        fixed = ("--data", self.data, "--chunking", "passage", "--prompt", "few-shot", "--num-chunks", SETS[name][0])
         with tempfile.TemporaryDirectory() as folder:
             out = ("--cases", self.few(cases), "--max-tokens", 2, "--out", Path(folder) / "run", "--json")
             words = ("eval", name, "--model", model, "--methods", f"full_recompute,{methods}", *fixed, *out, *options)

@@ -5,7 +5,7 @@
 
 All passages of all cases are one corpus, a document each. A document is one chunk, or with `--chunk-tokens` split as the
 service does. Gold passages of a question are those of its own case that hold an answer or whose title the question names.
-`recall`: their share among the documents of the `--top-k` chunks found; `answer`: whether one of these chunks is of a gold
+`recall`: their share among the documents of the `--num-chunks` chunks found; `answer`: whether one of these chunks is of a gold
 passage and holds an answer; `all`: whether chunks of all gold passages are there; in the mean.
 
 With `--answers` the model answers each question from what was found, by full recompute and by blending at r* or `--ratio`, the
@@ -252,7 +252,7 @@ class Rows:
 # Options that the figures depend on.
 DEPENDS_ON = (
     "every",
-    "top_k",
+    "num_chunks",
     "model",
     "answers",
     "prompt",
@@ -272,7 +272,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--every", type=int, default=1, help="take one of so many cases: those of an article may follow each other"
     )
-    parser.add_argument("--top-k", type=int, default=6)
+    parser.add_argument("--num-chunks", type=int, default=6)
     parser.add_argument("--way", action="append", choices=WAYS, help="one to measure, may be repeated; left out, all")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="whose tokens chunks have, and which answers")
     parser.add_argument("--answers", action="store_true", help="have the model answer from what was found")
@@ -318,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if missing:
                 with opened(options, way, Path(folder), fusor, corpus) as (retriever, answerer):
                     for place, case in enumerate(missing, start=1):
-                        found = retriever.search(case.example.question, options.top_k)
+                        found = retriever.search(case.example.question, options.num_chunks)
                         answers = answerer.marks(case.example, found) if answerer else {}
                         rows.append({"way": way, "id": case.example.id, **case.marks(found), "answers": answers})
                         print(f"{way}: {place} of {len(missing)} questions", end="\r", file=sys.stderr)

@@ -10,6 +10,7 @@ from cacheblend.base.errors import InputError, RetrieverError
 from cacheblend.service.engine.config import EngineConfig
 
 from . import options, terminal
+from .model import choose_model
 
 if TYPE_CHECKING:
     from cacheblend.service.engine.request import Answer
@@ -18,13 +19,13 @@ MAX_TOKENS = 512  # small models do not always end, and a prompt of thousands of
 
 
 def _show(piece: str) -> None:
-    terminal.stdout.print(piece, end="", highlight=False, soft_wrap=True)
+    terminal.stdout.print(piece, end="", soft_wrap=True)
 
 
-@options.engine_options()
+@options.accepts(EngineConfig)
 def ask(
     question: Annotated[str, typer.Argument(help="The question, in words.")],
-    model: options.OptionalModel = None,
+    model: options.Model = None,
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     method: Annotated[str, typer.Option(help="blend, full_recompute, prefix_cache or full_reuse.")] = "blend",
     num_chunks: Annotated[int, typer.Option(help="Chunks to retrieve, or as many as there are.")] = 6,
@@ -46,8 +47,6 @@ def ask(
 
         cacheblend ask "Who founded the company?" -m ./model --method full_recompute --json
     """
-    from .model import choose_model
-
     if not store_dir.is_dir():
         raise InputError(f"there is no store at {store_dir}; `cacheblend ingest` makes one, or name another with --store-dir")
     chosen = choose_model(model, yes=yes)
@@ -73,7 +72,7 @@ def ask(
         if not as_json:
             _show(shown.finish() + "\n")
         if is_cut_here and len(answer.token_ids) == MAX_TOKENS:
-            terminal.stderr.print(f"ended after {MAX_TOKENS} tokens; --max-tokens allows more", highlight=False)
+            terminal.note(f"ended after {MAX_TOKENS} tokens; --max-tokens allows more")
         engine.drain()
     if as_json:
         terminal.print_json(answer.as_dict())
@@ -83,21 +82,17 @@ def ask(
 
 def _print_plan(answer: Answer) -> None:
     """Print where the answer comes from, and how long the first token took."""
-    out, plan, timings = terminal.stdout, answer.plan, answer.timings
+    plan, timings = answer.plan, answer.timings
     is_full = plan.method == "blend" and plan.recompute_ratio is None and bool(answer.chunks)
     how = " (computed in full, the prompt is short)" if is_full else ""
     for scored in answer.chunks:
         title = scored.chunk.title or scored.chunk.document_id
-        place = f"{title}{scored.place}, chunk {scored.chunk.position} (score {scored.score:.3f})"
-        out.print(f"  - {place}", markup=False, highlight=False, soft_wrap=True)
+        terminal.print_line(f"  - {title}{scored.place}, chunk {scored.chunk.position} (score {scored.score:.3f})")
     if not answer.chunks:
-        out.print("  no chunk reached --min-score; the model answered without any", highlight=False)
-    hits = terminal.counted(plan.hits, "chunk")
-    out.print(
+        terminal.print_line("  no chunk reached --min-score; the model answered without any")
+    terminal.print_line(
         f"{plan.method}{how}: first token after {timings.ttft_s:.3f} s; "
-        f"{terminal.counted(plan.prompt_tokens, 'prompt token')}, {hits} from the store, {plan.misses} missed, "
-        f"{plan.recomputed_tokens:.0f} of {plan.reusable_tokens} reusable tokens recomputed; "
-        f"retrieval {timings.retrieve_s:.3f} s",
-        markup=False,
-        highlight=False,
+        f"{terminal.counted(plan.prompt_tokens, 'prompt token')}, {terminal.counted(plan.hits, 'chunk')} from the store, "
+        f"{plan.misses} missed, {plan.recomputed_tokens:.0f} of {plan.reusable_tokens} reusable tokens recomputed; "
+        f"retrieval {timings.retrieve_s:.3f} s"
     )

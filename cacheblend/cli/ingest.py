@@ -1,14 +1,14 @@
-"""`cacheblend ingest`: documents of files, folders and URLs into index and store, here, on Ray or in a running vLLM."""
+"""`cacheblend ingest`: files, folders and URLs into index and store, here, on Ray or in a running vLLM."""
 
 from __future__ import annotations
 
-import os
+import itertools
 import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -19,7 +19,7 @@ import typer
 from cacheblend.base.checks import GIB
 from cacheblend.base.errors import InputError
 from cacheblend.integrations.ray import RayConfig
-from cacheblend.service.engine.config import KV_FOLDER, EngineConfig, load_fusor
+from cacheblend.service.engine.config import KV_FOLDER, EngineConfig, load_fusor, remember_settings
 from cacheblend.service.engine.document_sources import DocumentStream, SourceReport, StreamSize
 from cacheblend.service.engine.ingest import IngestReport
 from cacheblend.service.engine.vllm_upload import VllmConfig, upload_documents
@@ -27,7 +27,7 @@ from cacheblend.service.engine.web_pages import WebFiles
 from cacheblend.store.codecs import CODECS, LayerShape
 
 from . import options, terminal
-from .terminal import IngestProgress, ReadingProgress, counted
+from .terminal import IngestProgress, LiveLine, counted
 
 if TYPE_CHECKING:
     from cacheblend.blend import KVGeometry
@@ -44,11 +44,12 @@ NOT_OF_INGEST = (
     "min_score",
     "reranker",
 )
+NAMED = 10  # skipped files of each reason
+ASK_FROM_BYTES = 2 * GIB
 
 
 @options.accepts(EngineConfig, RayConfig, VllmConfig, without=NOT_OF_INGEST)
 def ingest(
-    context: typer.Context,
     sources: Annotated[
         list[str],
         typer.Argument(
@@ -84,28 +85,29 @@ def ingest(
 
         cacheblend ingest handbook/ --model ./model --watch
 
-        cacheblend ingest passages.jsonl -m ./model -s ./store --chunk-tokens 256 --json
-
         cacheblend ingest corpus/ "s3://bucket/corpus" -m ./model --ray local --ray-actors 2
 
         cacheblend ingest handbook/ --vllm http://localhost:8000
     """
     ray, vllm = settings.make(RayConfig), settings.make(VllmConfig)
     _check_together(sources, store_dir, ray, vllm, watch=watch)
-    wanted = _Wanted(context=context, settings=settings, model=model, store_dir=store_dir, yes=yes, as_json=as_json)
-    web = WebFiles(allow_private=allow_private_urls)
+    stream = DocumentStream(sources, WebFiles(allow_private=allow_private_urls))
     try:
-        with closing(DocumentStream(sources, web)) as stream, _interrupted_by_sigterm() if watch else nullcontext():
+        with closing(stream), _interrupted_by_sigterm() if watch else nullcontext():
             if vllm.vllm is not None:
-                _ingest_into_vllm(stream, vllm, as_json=as_json)
+                report = _ingest_into_vllm(stream, vllm)
             elif ray.ray is not None:
-                _ingest_on_ray(sources, stream, ray, wanted)
+                report = _ingest_on_ray(sources, stream, _config(settings, model, store_dir), ray, yes=yes)
             else:
-                _ingest_here(stream, sources if watch else (), wanted)
+                report = _ingest_here(stream, _config(settings, model, store_dir), sources if watch else (), yes=yes)
     except KeyboardInterrupt:
         terminal.note("interrupted; what was done is stored, and the same command goes on from there")
         if not watch:  # which ends by a signal and in no other way
             raise
+        return
+    terminal.print_result({**report.as_dict(), **stream.report.as_dict()}, _summary(report), as_json)
+    if not watch:  # whose faults were printed when they came
+        _end_with_faults(stream.report.faults)
 
 
 def _check_together(sources: Sequence[str], store_dir: Path, ray: RayConfig, vllm: VllmConfig, *, watch: bool) -> None:
@@ -120,28 +122,10 @@ def _check_together(sources: Sequence[str], store_dir: Path, ray: RayConfig, vll
         check_folders(sources, store_dir)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Wanted:
-    """What the user asks of an ingest: the command's own parameters, see `ingest`."""
-
-    context: typer.Context
-    settings: options.Settings
-    model: str | None
-    store_dir: Path
-    yes: bool
-    as_json: bool
-
-    def config(self, **fixed: int) -> EngineConfig:
-        """The engine's configuration; raises InputError if no model is named."""
-        if self.model is None:
-            raise InputError("no model is named; give --model, or set CACHEBLEND_MODEL")
-        return self.settings.make(EngineConfig, model=self.model, store_dir=self.store_dir, **fixed)
-
-    @property
-    def codec_is_free(self) -> bool:
-        """Whether nobody named the codec."""
-        source = self.context.get_parameter_source("kv_cache_dtype")
-        return source is not None and source.name == "DEFAULT"
+def _config(settings: options.Settings, model: str | None, store_dir: Path) -> EngineConfig:
+    if model is None:
+        raise InputError("no model is named; give --model, or set CACHEBLEND_MODEL")
+    return settings.make(EngineConfig, model=model, store_dir=store_dir)
 
 
 @contextmanager
@@ -154,9 +138,8 @@ def _interrupted_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _ingest_here(stream: DocumentStream, folders: Sequence[str], wanted: _Wanted) -> None:
+def _ingest_here(stream: DocumentStream, config: EngineConfig, folders: Sequence[str], *, yes: bool) -> IngestReport:
     """Ingest a stream, then follow the changes of folders, if there are any."""
-    config = wanted.config(ram_budget_bytes=1)  # nobody reads here, and memory that is used again costs less than new
     try:
         size = _measured(stream)
     except InputError:
@@ -164,52 +147,53 @@ def _ingest_here(stream: DocumentStream, folders: Sequence[str], wanted: _Wanted
             raise
         size = StreamSize()  # a folder that is filled later
     with terminal.shown_stages():
-        from cacheblend.service.engine.config import remember_settings
         from cacheblend.service.engine.engine import Engine
 
         fusor = load_fusor(config)
-    config = _agreed(wanted, config, fusor.decoder.geometry, size.tokens(fusor.tokenizer) if size else None)
+    _agree(config, fusor.decoder.geometry, size.tokens(fusor.tokenizer) if size else None, yes=yes)
+    # Nobody reads here, and memory that is used again costs less than new.
+    config = replace(config, store=replace(config.store, ram_budget_bytes=1))
     with Engine(config, fusor=fusor) as engine:
         remember_settings(config)
-        with IngestProgress(terminal.stderr, stream, size) as progress:
+        with IngestProgress(stream, size) as progress:
             report = engine.ingest_stream(stream if size != StreamSize() else (), progress)
-        if folders:
-            _print_faults(stream.report)
-            followed, stream.report.faults = _follow(engine, folders, stream.report.faults)
-            report += followed
-    _print_end(report, stream.report, as_json=wanted.as_json)
-    if not folders:  # whose faults were printed when they came
-        _end_with_faults(stream.report)
+        return report + _follow(engine, folders, stream.report) if folders else report
 
 
-def _measured(stream: DocumentStream) -> StreamSize | None:
-    """Read all once; say what is left out, and how many documents there are."""
-    with ReadingProgress(terminal.stderr) as reading:
-        stream.report.on_file = reading.update
-        try:
-            size = stream.measure()
-        finally:
-            stream.report.on_file = lambda _: None
-    _print_skipped(stream.report)
-    files = max(reading.files, 1)
-    if size is not None and size.documents > files:
-        made = f"{counted(files, 'file')} read: {counted(size.documents, 'document')}"
-        terminal.note(f"{made}, as a page, a slide, a sheet and a line is one each")
-    return size
+def _follow(engine: Engine, folders: Sequence[str], found: SourceReport) -> IngestReport:
+    """Follow folders until a signal; `found` then has the faults at the end."""
+    from cacheblend.service.engine.folder_watch import FolderWatch, FollowReport
+
+    total, watch = IngestReport(), FolderWatch(engine, folders)
+
+    def show(report: FollowReport) -> None:
+        nonlocal total
+        total += report.ingested
+        terminal.note(str(report))
+        _print_faults(report.faults)
+
+    try:
+        if report := watch.follow():
+            show(report)
+        terminal.note(f"watching {', '.join(folders)}; Ctrl-C ends it")
+        watch.run(show)
+    except KeyboardInterrupt:
+        terminal.note("stopped watching; the same command goes on from there")
+    found.faults = watch.faults
+    return total
 
 
-def _ingest_into_vllm(stream: DocumentStream, vllm: VllmConfig, *, as_json: bool) -> None:
+def _ingest_into_vllm(stream: DocumentStream, vllm: VllmConfig) -> IngestReport:
     """Have a running vLLM store the documents' KV; its own store and settings are what counts."""
-    with IngestProgress(terminal.stderr, stream, _measured(stream)) as progress:
-        report = upload_documents(stream, vllm, stream.report.faults, progress)
-    _print_end(report, stream.report, as_json=as_json)
-    _end_with_faults(stream.report)
+    with IngestProgress(stream, _measured(stream)) as progress:
+        return upload_documents(stream, vllm, stream.report.faults, progress)
 
 
-def _ingest_on_ray(sources: Sequence[str], stream: DocumentStream, ray: RayConfig, wanted: _Wanted) -> None:
+def _ingest_on_ray(
+    sources: Sequence[str], stream: DocumentStream, config: EngineConfig, ray: RayConfig, *, yes: bool
+) -> IngestReport:
     from cacheblend.integrations.ray.ingest import ingest_on_ray  # Ray may not be installed
 
-    config = wanted.config()
     # Objects in a store cost money to read twice.
     size = None if any("://" in source for source in sources) else _measured(stream)
     stream.close()
@@ -219,72 +203,28 @@ def _ingest_on_ray(sources: Sequence[str], stream: DocumentStream, ray: RayConfi
 
         geometry = kv_geometry(config.model, config.resolve_device(), torch_dtype(config.dtype))
         tokens = size.tokens(load_tokenizer(config.model)) if size else None
-    config = _agreed(wanted, config, geometry, tokens)
-    found = SourceReport()
+    _agree(config, geometry, tokens, yes=yes)
+    stream.report = SourceReport()
     # What Ray says of a process that died would stand before the JSON object.
-    with redirect_stdout(sys.stderr), IngestProgress(terminal.stderr, None, size) as progress:
-        report = ingest_on_ray(sources, config, ray, report=found, progress=progress)
+    with redirect_stdout(sys.stderr), IngestProgress(None, size) as progress:
+        report = ingest_on_ray(sources, config, ray, report=stream.report, progress=progress)
     if size is None:
-        _print_skipped(found)
-    _print_end(report, found, as_json=wanted.as_json)
-    _end_with_faults(found)
+        _print_skipped(stream.report)
+    return report
 
 
-def _print_end(report: IngestReport, found: SourceReport, *, as_json: bool) -> None:
-    if as_json:
-        terminal.print_json({**report.as_dict(), **found.as_dict()})
-        return
-    speed = f", {report.tokens / report.seconds:,.0f} tokens/s" if report.computed else ""
-    documents = counted(report.documents, "document")
-    if report.added + report.replaced + report.unchanged:  # which vLLM, that knows chunks alone, does not say
-        documents += f" ({report.added} new, {report.replaced} replaced, {report.unchanged} unchanged)"
-    terminal.print_line(
-        f"{documents}, {counted(report.chunks, 'chunk')}: "
-        f"KV of {report.computed} computed, {report.already_stored} stored before ({report.seconds:.1f} s{speed})"
-    )
-
-
-def _print_faults(found: SourceReport) -> None:
-    if faults := found.faults:
-        terminal.note(f"{counted(len(faults), 'file')} could not be used:")
-        for why in faults.values():
-            terminal.note(f"  {why}")
-
-
-def _end_with_faults(found: SourceReport) -> None:
-    """Print the files that could not be used; the exit code is 1 if there are any."""
-    _print_faults(found)
-    if found.faults:
-        raise typer.Exit(1)
-
-
-def _follow(engine: Engine, folders: Sequence[str], printed: Mapping[str, str]) -> tuple[IngestReport, dict[str, str]]:
-    """Follow folders until a signal, and return the ingests' report and the faults at the end.
-
-    Faults in `printed` are not printed again.
-    """
-    from cacheblend.service.engine.folder_watch import FolderWatch, FollowReport
-
-    total, watch = IngestReport(), FolderWatch(engine, folders)
-    printed_files = {os.path.abspath(name) for name in printed}
-
-    def show_report(report: FollowReport) -> None:
-        nonlocal total
-        total += report.ingested
-        terminal.note(str(report))
-        for why in report.faults.values():
-            terminal.note(f"  {why}")
-
-    try:
-        report = watch.follow()
-        report.faults = {name: why for name, why in report.faults.items() if name not in printed_files}
-        if report:
-            show_report(report)
-        terminal.note(f"watching {', '.join(folders)}; Ctrl-C ends it")
-        watch.run(show_report)
-    except KeyboardInterrupt:
-        terminal.note("stopped watching; the same command goes on from there")
-    return total, watch.faults
+def _measured(stream: DocumentStream) -> StreamSize | None:
+    """Read all once; say what is left out, and how many documents there are."""
+    files = itertools.count()
+    with LiveLine() as line:
+        stream.report.on_file = lambda file: line.show(f"reading: {next(files):,} files, now {file}")
+        size = stream.measure()
+    stream.report.on_file = lambda _: None
+    _print_skipped(stream.report)
+    if size is not None and size.documents > (read := max(next(files), 1)):
+        made = f"{counted(read, 'file')} read: {counted(size.documents, 'document')}"
+        terminal.note(f"{made}, as a page, a slide, a sheet and a line is one each")
+    return size
 
 
 def _print_skipped(report: SourceReport) -> None:
@@ -297,43 +237,54 @@ def _print_skipped(report: SourceReport) -> None:
         terminal.note(f"{counted(len(report.faults), 'file')} cannot be used; listed at the end")
 
 
-NAMED = 10  # skipped files of each reason
-ASK_FROM_BYTES = 2 * GIB
-LOSSY = ("int8", "int4")  # tried in turn where raw KV does not fit
-
-
-def _agreed(wanted: _Wanted, config: EngineConfig, geometry: KVGeometry, tokens: int | None) -> EngineConfig:
-    """Print an ingest's need of disk, ask where that is much, and return the configuration with a codec that fits.
+def _agree(config: EngineConfig, geometry: KVGeometry, tokens: int | None, *, yes: bool) -> None:
+    """Print an ingest's need of disk, and ask where that is much.
 
     Args:
-        wanted: by the user.
-        config: as it was asked for.
+        config: of the engine.
         geometry: of the model's KV.
-        tokens: about so many are in the documents; None where that is not known.
+        tokens: about how many the documents have; None where that is not known.
+        yes: do not ask.
 
     Raises:
         InputError: it is much, and nobody can be asked.
     """
     folder, chunk_tokens = Path(config.store_dir), config.retriever.chunk_tokens
     shape = LayerShape(geometry.kv_heads, chunk_tokens, geometry.head_dim, geometry.dtype)
-    token_bytes = {name: geometry.layers * codec.encoded_shape(shape).nbytes / chunk_tokens for name, codec in CODECS.items()}
+    token_bytes = geometry.layers * CODECS[config.kv_cache_dtype].encoded_shape(shape).nbytes / chunk_tokens
     stored = sum(file.stat().st_size for file in (folder / KV_FOLDER).rglob("*") if file.is_file())
     above = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     room = min(config.store.nvme_budget_bytes, shutil.disk_usage(above).free + stored)
-    codec = config.kv_cache_dtype
-    coming = tokens or 0
-    if wanted.codec_is_free and coming * token_bytes[codec] > room:
-        codec = next((name for name in LOSSY if coming * token_bytes[name] <= room), LOSSY[-1])
-    need = max(0.0, coming * token_bytes[codec] - stored)
-    estimate = f"KV is {token_bytes[codec] / 1e3:.1f} kB a token ({codec})"
+    need = max(0.0, (tokens or 0) * token_bytes - stored)
+    estimate = f"KV is {token_bytes / 1e3:.1f} kB a token ({config.kv_cache_dtype})"
     if tokens is not None:
         estimate += f": about {tokens:,} tokens, {need / 1e9:.1f} GB more in {folder}, which may hold {room / 1e9:.1f} GB"
-    if codec != config.kv_cache_dtype:
-        estimate += f"; raw KV, which is exact, would take {coming * token_bytes['raw'] / 1e9:.1f} GB"
     if need + stored > room:
-        estimate += "; what does not fit is evicted: raise --nvme-budget-bytes, free the disk, or ingest less"
-    if need > ASK_FROM_BYTES and not wanted.yes:
+        remedy = "give --kv-cache-dtype int8 or int4, raise --nvme-budget-bytes, free the disk, or ingest less"
+        estimate += f"; what does not fit is evicted: {remedy}"
+    if need > ASK_FROM_BYTES and not yes:
         terminal.confirm(f"{estimate}. Go on?")
     else:
         terminal.note(estimate)
-    return replace(config, kv_cache_dtype=codec)
+
+
+def _summary(report: IngestReport) -> str:
+    speed = f", {report.tokens / report.seconds:,.0f} tokens/s" if report.computed else ""
+    documents = counted(report.documents, "document")
+    if report.added + report.replaced + report.unchanged:  # which vLLM, that knows chunks alone, does not say
+        documents += f" ({report.added} new, {report.replaced} replaced, {report.unchanged} unchanged)"
+    computed = f"KV of {report.computed} computed, {report.already_stored} stored before"
+    return f"{documents}, {counted(report.chunks, 'chunk')}: {computed} ({report.seconds:.1f} s{speed})"
+
+
+def _end_with_faults(faults: Mapping[str, str]) -> None:
+    """Print the files that could not be used; the exit code is 1 if there are any."""
+    if faults:
+        terminal.note(f"{counted(len(faults), 'file')} could not be used:")
+        _print_faults(faults)
+        raise typer.Exit(1)
+
+
+def _print_faults(faults: Mapping[str, str]) -> None:
+    for why in faults.values():
+        terminal.note(f"  {why}")

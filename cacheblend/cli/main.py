@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -20,9 +19,8 @@ from cacheblend.base.options import VARIABLES, refuse_gone
 from . import terminal
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A command of the command line.
+class LazyCommand(TyperCommand):
+    """A command whose module is imported when it is invoked.
 
     Args:
         name: what the user types.
@@ -30,34 +28,9 @@ class Command:
         help: its line in `cacheblend --help`: the first of its own help.
     """
 
-    name: str
-    target: str
-    help: str
-
-
-_HERE, _EVAL = "cacheblend.cli", "cacheblend.eval"
-COMMANDS = (
-    Command("demo", f"{_EVAL}.cli_demo:demo", "Ingest documents, ask, and print the methods side by side."),
-    Command("ingest", f"{_HERE}.ingest:ingest", "Split, index and precompute documents."),
-    Command("ask", f"{_HERE}.ask:ask", "Answer a question from the ingested documents' stored KV."),
-    Command("serve", f"{_HERE}.serve:serve", "Serve the OpenAI-shaped HTTP API and the web page, until interrupted."),
-    Command("api-key", f"{_HERE}.serve:api_key", "Make an API key for a tenant, and the hash for the config file."),
-    Command("profile", f"{_HERE}.profile:profile", "Measure prefill, recompute and each tier's throughput."),
-    Command("plan", f"{_HERE}.profile:plan", "Compare storage devices for a model's KV."),
-    Command("calibrate", f"{_EVAL}.cli_calibrate:calibrate", "Measure what blending loses on your documents."),
-    Command("eval", f"{_EVAL}.cli_eval:app", "Measure quality and TTFT of the methods side by side on a data set."),
-    Command("model", f"{_HERE}.model:app", "Fetch small pretrained models, and list them."),
-    Command("documents", f"{_HERE}.documents:app", "List, show, pin and delete ingested documents."),
-    Command("store", f"{_HERE}.store:app", "List, measure, check and empty stores of chunk KV."),
-)
-
-
-class _LazyCommand(TyperCommand):
-    """A command whose module is imported when it is invoked."""
-
-    def __init__(self, command: Command) -> None:
-        super().__init__(name=command.name, help=command.help)
-        self._target = command.target
+    def __init__(self, name: str, target: str, help: str) -> None:
+        super().__init__(name=name, help=help)
+        self._target = target
 
     def load(self) -> Any:
         """The command itself, or the group of them."""
@@ -75,13 +48,30 @@ class _LazyCommand(TyperCommand):
         return self.load().make_context(info_name, args, parent=parent, **extra)
 
 
+_HERE, _EVAL = "cacheblend.cli", "cacheblend.eval"
+COMMANDS = (
+    LazyCommand("demo", f"{_EVAL}.cli_demo:demo", "Ingest documents, ask, and print the methods side by side."),
+    LazyCommand("ingest", f"{_HERE}.ingest:ingest", "Split, index and precompute documents."),
+    LazyCommand("ask", f"{_HERE}.ask:ask", "Answer a question from the ingested documents' stored KV."),
+    LazyCommand("serve", f"{_HERE}.serve:serve", "Serve the OpenAI-shaped HTTP API and the web page, until interrupted."),
+    LazyCommand("api-key", f"{_HERE}.serve:api_key", "Make an API key for a tenant, and the hash for the config file."),
+    LazyCommand("profile", f"{_HERE}.model:profile", "Measure prefill, recompute and each tier's throughput."),
+    LazyCommand("plan", f"{_HERE}.model:plan", "Compare storage devices for a model's KV."),
+    LazyCommand("calibrate", f"{_EVAL}.cli_calibrate:calibrate", "Measure what blending loses on your documents."),
+    LazyCommand("eval", f"{_EVAL}.cli_eval:app", "Measure quality and TTFT of the methods side by side on a data set."),
+    LazyCommand("model", f"{_HERE}.model:app", "Fetch small pretrained models, and list them."),
+    LazyCommand("documents", f"{_HERE}.store:documents", "List, show, pin and delete ingested documents."),
+    LazyCommand("store", f"{_HERE}.store:app", "List, measure, check and empty stores of chunk KV."),
+)
+
+
 class _LazyGroup(TyperGroup):
     """The commands of `COMMANDS`."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         for command in COMMANDS:
-            self.add_command(_LazyCommand(command))
+            self.add_command(command)
 
 
 app = typer.Typer(
@@ -120,23 +110,19 @@ def _options(
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; exits with 0, 1 for a failure or an interrupt, 2 for usage."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    debug = "--debug" in arguments
     try:
         flags = [each.removeprefix("--").partition("=")[0] for each in arguments if each.startswith("--")]
         variables = [name.removeprefix(VARIABLES) for name in os.environ if name.startswith(VARIABLES)]
         refuse_gone(name.lower().replace("-", "_") for name in [*flags, *variables])
         app(arguments)
-    except (CacheBlendError, OSError) as error:
-        if debug:
-            raise
-        print(terminal.visible(f"error: {error}"), file=sys.stderr)
-        sys.exit(2 if isinstance(error, ConfigError | InputError) else 1)
     except Exception as error:
-        if debug:
+        if "--debug" in arguments:
             raise
-        unforeseen = f"error: {type(error).__name__}: {error} (unforeseen; run with --debug and report it)"
-        print(terminal.visible(unforeseen), file=sys.stderr)
-        sys.exit(1)
+        line = f"error: {error}"
+        if not isinstance(error, CacheBlendError | OSError):
+            line = f"error: {type(error).__name__}: {error} (unforeseen; run with --debug and report it)"
+        print(terminal.visible(line), file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError | InputError) else 1)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`cacheblend model`: known models, fetched once and found by name."""
+"""`cacheblend model`, `profile` and `plan`: known models, what a model costs on this device, and which storage is enough."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from cacheblend.loader import LoaderConfig, compare_devices, load_profile
+from cacheblend.loader.profiler import LENGTHS, RATIOS
+from cacheblend.service.engine.config import EngineConfig, load_fusor
 
 from . import options, terminal
 
@@ -19,9 +23,11 @@ app = typer.Typer(help="Fetch small pretrained models, and list them.", no_args_
 def get(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A known model; see `cacheblend model ls`.")],
     accept_licence: Annotated[
-        bool, typer.Option("--accept-licence", help="You accept the model's terms; asked for once, where it has any.")
+        bool,
+        typer.Option(
+            "--accept-licence", "--accept-license", help="You accept the model's terms; asked for once, where it has any."
+        ),
     ] = False,
-    accept_license: Annotated[bool, typer.Option("--accept-license", hidden=True)] = False,
     as_json: options.Json = False,
 ) -> None:
     """Fetch a known model, check it, and convert it once; every command then accepts its name for --model, offline.
@@ -37,16 +43,13 @@ def get(
     from cacheblend.blend.models import find_model
 
     model = find_model(name)
-    fetched = fetch(model, accept_licence=accept_licence or accept_license)
-    if as_json:
-        terminal.print_json({**_row(model), "already_there": not fetched})
-        return
-    state = "fetched" if fetched else "is there already"
-    terminal.print_line(f"{name} {state}: {model.folder}")
-    terminal.print_line(f"licence: {model.licence.name} ({model.licence.url})")
+    fetched = _fetch(model, accept_licence=accept_licence)
+    state = f"{name} {'fetched' if fetched else 'is there already'}: {model.folder}"
+    licence = f"licence: {model.licence.name} ({model.licence.url})"
+    terminal.print_result({**_row(model), "already_there": not fetched}, f"{state}\n{licence}", as_json)
 
 
-def fetch(model: KnownModel, *, accept_licence: bool = False) -> bool:
+def _fetch(model: KnownModel, *, accept_licence: bool = False) -> bool:
     """Fetch a known model unless it is there, licence and progress on stderr; False where it was there already.
 
     Raises:
@@ -55,9 +58,8 @@ def fetch(model: KnownModel, *, accept_licence: bool = False) -> bool:
     from cacheblend.blend.models import fetch_model
 
     if not model.is_fetched:
-        size = f"{model.download_bytes / 1e6:,.0f} MB"
         terms = f"{model.licence.name} ({model.licence.url})"
-        terminal.stderr.print(f"{model.name}: {size} to download; {terms}", highlight=False, soft_wrap=True)
+        terminal.note(f"{model.name}: {model.download_bytes / 1e6:,.0f} MB to download; {terms}")
     with terminal.progress_bars() as progress:
         return fetch_model(model, accept_licence=accept_licence, on_progress=progress)
 
@@ -92,12 +94,8 @@ def _row(model: KnownModel) -> dict[str, Any]:
         "download_bytes": model.download_bytes,
         "fetched": fetched,
         "path": str(model.folder) if fetched else None,
-        "bytes": _bytes(model.folder) if fetched else 0,
+        "bytes": sum(file.stat().st_size for file in model.folder.iterdir()) if fetched else 0,
     }
-
-
-def _bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir())
 
 
 def choose_model(model: str | None, *, yes: bool) -> str:
@@ -123,5 +121,93 @@ def choose_model(model: str | None, *, yes: bool) -> str:
                 f"{default.name} is not on this machine. Fetch it ({default.download_bytes / 1e6:,.0f} MB)?",
                 f"fetch it with `cacheblend model get {default.name}`, give --yes to fetch it now, or give another model",
             )
-        fetch(default)
+        _fetch(default)
     return default.name
+
+
+@options.accepts(EngineConfig, only=(*options.OF_MODELS, "chunk_tokens"))
+def profile(
+    model: Annotated[str, typer.Argument(envvar="CACHEBLEND_MODEL", help=options.MODEL_HELP)],
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    lengths: Annotated[
+        list[int] | None,
+        typer.Option("--length", help=f"Prompt tokens to measure; several times. Left out: {', '.join(map(str, LENGTHS))}."),
+    ] = None,
+    ratios: Annotated[
+        list[float] | None,
+        typer.Option("--ratio", help=f"Recompute ratio to measure; several times. Left out: {', '.join(map(str, RATIOS))}."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Measurements of each; the median counts.")] = 3,
+    *,
+    settings: options.Settings,
+    as_json: options.Json = False,
+) -> None:
+    """Measure prefill over lengths, recompute over ratios, and each tier's throughput; the loading controller plans with it.
+
+    It is written beside the store and found again by model, device and version. Measure on a quiet machine.
+
+    Examples:
+        cacheblend profile ./model --store-dir ./store
+
+        cacheblend profile ./model --length 512 --length 2048 --repeats 5 --json
+    """
+    terminal.hush_libraries()
+    from cacheblend.loader import measure_profile, write_profile
+
+    config = settings.make(EngineConfig, model=model, store_dir=store_dir)
+    fusor = load_fusor(config)
+    with terminal.progress_bars() as progress:
+        measured = measure_profile(
+            fusor,
+            config.profile_dir,
+            config.loader,
+            chunk_tokens=config.retriever.chunk_tokens,
+            lengths=lengths or None,
+            ratios=ratios or RATIOS,
+            repeats=repeats,
+            on_progress=progress,
+        )
+    path = write_profile(config.profile_dir, measured)
+    if as_json:
+        terminal.print_json({**measured.as_dict(), "file": str(path)})
+        return
+    rows = [(f"full prefill of {sample.tokens:,} tokens", f"{sample.seconds:.4f}") for sample in measured.prefill]
+    for layer in measured.blend:
+        ratio = f"{layer.rows:,} of {layer.tokens:,} rows" + (f", {layer.projected:,} checked" if layer.projected else "")
+        rows.append((f"layer {layer.layer} of a blend, {ratio}", f"{layer.seconds:.5f}"))
+    terminal.print_table(("measured", "seconds"), rows)
+    for tier, speed in measured.tiers.items():
+        terminal.print_line(f"{tier}: {speed.bytes_per_s / 1e9:.2f} GB/s and {speed.read_s * 1e6:.0f} us a read")
+    terminal.print_line(f"{measured.device}; written to {path}, from which `cacheblend plan {path}` compares storage devices")
+
+
+def plan(
+    file: Annotated[Path, typer.Argument(metavar="PROFILE", help="A file that `cacheblend profile` wrote.")],
+    tokens: Annotated[int, typer.Option(help="Reused tokens of a request.")] = 3072,
+    ratio: Annotated[float, typer.Option(help="Recompute ratio.")] = LoaderConfig().quality_ratio,
+    chunk_tokens: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 512,
+    stored_tokens: Annotated[int | None, typer.Option(help="Tokens to store, for the price; left out: --tokens.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Compare storage devices for a model's KV, at example prices, and name the cheapest that adds no delay to a request.
+
+    Example: cacheblend plan ./store/profiles/PROFILE.json --tokens 4096
+    """
+    measured = load_profile(file)
+    choices = compare_devices(measured, tokens=tokens, ratio=ratio, chunk_tokens=chunk_tokens, stored_tokens=stored_tokens)
+    cheapest = next((choice.device for choice in choices if choice.adds_no_delay), None)
+    if as_json:
+        given = {"cheapest": cheapest, "tokens": tokens, "ratio": ratio, "profiled_on": measured.device}
+        terminal.print_json({**given, "devices": [choice._asdict() for choice in choices]})
+        return
+    rows = []
+    for choice in choices:
+        milliseconds = [f"{seconds * 1000:,.1f} ms" for seconds in (choice.load_layer_s, choice.prefill_s, choice.delay_s)]
+        remark = "cheapest without delay" if choice.device == cheapest else "no delay" if choice.adds_no_delay else ""
+        rows.append((choice.device, f"{choice.price_per_month:,.4g}", *milliseconds, remark))
+    terminal.print_table(("device", "price a month", "load a layer", "TTFT", "delay", ""), rows)
+    terminal.print_line(f"{tokens:,} reused tokens at ratio {ratio}, measured on {measured.device}")
+    if tokens > 2 * (longest := max(sample.tokens for sample in measured.prefill)):
+        terminal.note(f"no prefill of over {longest:,} tokens was measured: `cacheblend profile --length {tokens}` measures it")
+    if cheapest is None:
+        terminal.print_line("no device is fast enough to add no delay at this ratio")

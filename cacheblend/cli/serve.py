@@ -9,7 +9,6 @@ import os
 import socket
 import tomllib
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +17,7 @@ import typer
 from cacheblend.base.errors import ConfigError, InputError, ServiceError
 from cacheblend.base.extras import needs_extra
 from cacheblend.base.memory import hold_freed_memory
-from cacheblend.base.options import refuse_gone
+from cacheblend.base.options import from_options, refuse_gone
 from cacheblend.base.threads import in_own_thread
 from cacheblend.service.engine.config import EngineConfig
 from cacheblend.service.http.config import LOOPBACK, HttpConfig, TenantConfig, hash_key, new_key
@@ -28,7 +27,6 @@ from . import options, terminal
 from .model import choose_model
 
 logger = logging.getLogger(__name__)
-TENANT_FIELDS = {field.name: field for field in fields(TenantConfig) if field.name != "name"}
 
 
 def read_serve_file(file: Path, known: Collection[str]) -> dict[str, Any]:
@@ -44,39 +42,30 @@ def read_serve_file(file: Path, known: Collection[str]) -> dict[str, Any]:
         raise InputError(f"cannot read {file}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{file} is not TOML: {error}") from error
-    refuse_gone(name for name in values if name not in known)
-    for name in values:  # whose value may be a key in the wrong place, and is not shown
-        if name not in known and name != "tenants":
-            raise ConfigError("option", name, f"{file} may set {', '.join(sorted(known))}, and [tenants.NAME] tables")
-    if "tenants" in values and (not isinstance(values["tenants"], dict) or not values["tenants"]):
-        remedy = f"{file} must have a [tenants.NAME] table for each, or no tenants at all, which opens the API to everybody"
-        raise ConfigError("tenants", type(values["tenants"]).__name__, remedy)
+    unknown = [name for name in values if name not in known and name != "tenants"]
+    refuse_gone(unknown)
+    if unknown:  # whose value may be a key in the wrong place, and is not shown
+        allowed = f"{file} may set {', '.join(sorted(known))}, and [tenants.NAME] tables"
+        raise ConfigError("option", unknown[0], allowed)
     return values
 
 
-def tenants_of(tables: Mapping[str, Any]) -> list[TenantConfig]:
-    """The tenants of a file's tables.
+def tenants_of(tables: object) -> list[TenantConfig]:
+    """The tenants of a file's tables. Values are not shown in errors: they may be keys.
 
     Raises:
-        ConfigError: a table has another field, or misses one.
+        ConfigError: no table, or one that has another field, or misses one.
     """
+    if not isinstance(tables, Mapping) or not tables:
+        remedy = "a [tenants.NAME] table for each, or no tenants at all, which opens the API to everybody"
+        raise ConfigError("tenants", type(tables).__name__, remedy)
     tenants = []
     for name, table in tables.items():
         if not isinstance(table, Mapping):
-            raise ConfigError(f"tenants.{name}", type(table).__name__, f"a [tenants.NAME] table of {', '.join(TENANT_FIELDS)}")
-        given = dict(table)
-        for field in given:  # whose value may be the key itself, and is not shown
-            if field not in TENANT_FIELDS:
-                raise ConfigError(f"tenants.{name}", field, f"its fields are {', '.join(TENANT_FIELDS)}")
-        for field, declared in TENANT_FIELDS.items():
-            if declared.default is MISSING and field not in given:
-                raise ConfigError(
-                    f"tenants.{name}.{field}", None, "it is needed; `cacheblend api-key` makes a key and its hash"
-                )
-        keys = given.pop("api_key_sha256")
-        if not isinstance(keys, str | list):
-            raise ConfigError(f"tenants.{name}.api_key_sha256", type(keys).__name__, "a hash, or a list of hashes")
-        tenants.append(TenantConfig(name=name, api_key_sha256=(keys,) if isinstance(keys, str) else tuple(keys), **given))
+            raise ConfigError(f"tenants.{name}", type(table).__name__, "a [tenants.NAME] table with api_key_sha256")
+        hashes = table.get("api_key_sha256", [])
+        own = {"name": name, "api_key_sha256": tuple(hashes) if isinstance(hashes, list) else (hashes,)}
+        tenants.append(from_options(TenantConfig, {**table, **own}))
     return tenants
 
 
@@ -110,7 +99,7 @@ def _read_config(context: typer.Context, file: Path | None) -> Path | None:
 @options.accepts(HttpConfig, ServingConfig, EngineConfig)
 def serve(
     context: typer.Context,
-    model: options.OptionalModel = None,
+    model: options.Model = None,
     config: Annotated[  # noqa: ARG001  # its callback has put the values where the other options find them
         Path | None,
         typer.Option(
@@ -138,15 +127,14 @@ def serve(
     """
     if os.environ.get("CACHEBLEND_API_KEY") == "":
         raise ConfigError("CACHEBLEND_API_KEY", "", "a key, or unset it: an empty one would open the API to everybody")
-    http = settings.make(HttpConfig)
-    hold_freed_memory()
-    chosen = choose_model(model, yes=yes)
-    serving = settings.make(ServingConfig)
-    tables: Mapping[str, object] = (context.default_map or {}).get("tenants", {})
-    tenants = tenants_of(tables)
+    http, serving = settings.make(HttpConfig), settings.make(ServingConfig)
+    tables = (context.default_map or {}).get("tenants")
+    tenants = [] if tables is None else tenants_of(tables)
     if http.require_key and not tenants and http.api_key is None and http.host not in LOOPBACK:
         allowed = "needed to listen on other addresses than this machine's: set CACHEBLEND_API_KEY, or name tenants in --config"
         raise ConfigError("api_key", None, allowed)
+    hold_freed_memory()
+    chosen = choose_model(model, yes=yes)
     with bind(http.host, http.port) as listener:
         # Libraries take seconds to load: a port that is in use is refused before.
         terminal.hush_libraries()
@@ -174,8 +162,6 @@ def api_key(as_json: options.Json = False) -> None:
     """
     key = new_key()
     digest = hash_key(key)
-    if as_json:
-        terminal.print_json({"key": key, "api_key_sha256": digest})
-        return
-    terminal.print_line(f"key             {key}\napi_key_sha256  {digest}")
-    terminal.print_line("Give the key to the tenant, and put the hash in [tenants.NAME]; the key is kept nowhere.")
+    advice = "Give the key to the tenant, and put the hash in [tenants.NAME]; the key is kept nowhere."
+    shown = f"key             {key}\napi_key_sha256  {digest}\n{advice}"
+    terminal.print_result({"key": key, "api_key_sha256": digest}, shown, as_json)

@@ -1,11 +1,12 @@
-"""`cacheblend store`: look at, check and empty stores, without a model."""
+"""`cacheblend store` and `cacheblend documents`: what lies in a store folder, without a model."""
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
 from collections import Counter, defaultdict
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ import typer
 from cacheblend.base.errors import InputError
 from cacheblend.retriever.index_folder import INDEX_FILE, IndexedDocuments
 from cacheblend.service.engine.config import INDEX_FOLDER, KV_FOLDER
+from cacheblend.service.engine.documents import Documents, DocumentStatus, shown_chunk
 from cacheblend.store import KVStore, StoreConfig
 
 from . import options, terminal
@@ -24,7 +26,23 @@ if TYPE_CHECKING:
     from cacheblend.store.verify import VerifyReport
 
 app = typer.Typer(help="List, measure, check and empty stores of chunk KV.", no_args_is_help=True)
-UNBOUNDED = 2**62  # looking at a store must not evict from it
+documents = typer.Typer(help="List, show, pin and delete ingested documents.", no_args_is_help=True)
+UNBOUNDED = 2**62  # bytes: looking at a store must not evict from it
+Id = Annotated[str, typer.Argument(metavar="ID", help="The document's id, as `documents ls` prints it.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+
+def open_store(store_dir: Path, config: StoreConfig | None = None) -> KVStore:
+    """The store of a folder, looked at without evicting from it.
+
+    Raises:
+        InputError: the folder holds no store.
+    """
+    directory = store_dir / KV_FOLDER
+    if not directory.is_dir():
+        raise InputError(f"{store_dir} holds no store; give the --store-dir that documents were ingested into")
+    config = config or StoreConfig()
+    return KVStore(dataclasses.replace(config, directory=directory, ram_budget_bytes=1, nvme_budget_bytes=UNBOUNDED))
 
 
 @app.command("ls")
@@ -57,25 +75,27 @@ def ls(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options
     terminal.print_line(counted(len(rows), "entry"))
 
 
+def _time(nanoseconds: int) -> str:
+    return datetime.fromtimestamp(nanoseconds / 1e9, tz=UTC).isoformat(timespec="seconds")
+
+
 @app.command("stat")
 def stat(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
     """Entries, tokens and bytes, by model.
 
     Example: cacheblend store stat --store-dir ./store
     """
-    with open_store(store_dir) as store:
-        entries = store.ls()
     by_model = defaultdict[str, Counter[str]](Counter)
-    for entry in entries:
-        by_model[entry.key.model].update(entries=1, tokens=entry.tokens, bytes=entry.bytes)
+    with open_store(store_dir) as store:
+        for entry in store.ls():
+            by_model[entry.key.model].update(entries=1, tokens=entry.tokens, bytes=entry.bytes)
     total = sum(by_model.values(), Counter(entries=0, tokens=0, bytes=0))
     if as_json:
         terminal.print_json({name: total[name] for name in ("entries", "tokens", "bytes")} | {"models": by_model})
         return
-    kinds = {"entries": "entry", "tokens": "token", "bytes": "byte"}
-    terminal.print_line(", ".join(counted(total[name], noun) for name, noun in kinds.items()))
-    for model, own in by_model.items():
-        terminal.print_line(f"  model {model[:16]}: {counted(own['entries'], 'entry')}, {counted(own['bytes'], 'byte')}")
+    for name, own in {"all models": total, **by_model}.items():
+        sizes = (counted(own["entries"], "entry"), counted(own["tokens"], "token"), counted(own["bytes"], "byte"))
+        terminal.print_line(f"{name[:16]}: {', '.join(sizes)}")
 
 
 @app.command("verify")
@@ -98,8 +118,8 @@ def verify(
         report = store.verify(repair=repair, on_progress=lambda done, total: progress("verify", done, total))
     index = None
     if (store_dir / INDEX_FOLDER / INDEX_FILE).is_file():
-        with IndexedDocuments.open(store_dir / INDEX_FOLDER) as documents:
-            index = documents.verify(repair=repair)
+        with IndexedDocuments.open(store_dir / INDEX_FOLDER) as indexed:
+            index = indexed.verify(repair=repair)
     ok = report.ok and (index is None or index.ok)
     if as_json:
         terminal.print_json({**report.as_dict(), "index": None if index is None else dataclasses.asdict(index), "ok": ok})
@@ -130,11 +150,7 @@ def _print_found(report: VerifyReport, index: IndexReport | None) -> None:
 
 
 @app.command("clear")
-def clear(
-    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    as_json: options.Json = False,
-) -> None:
+def clear(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, yes: Yes = False, as_json: options.Json = False) -> None:
     """Remove every stored chunk KV; documents stay in the index, and their KV is computed anew when it is needed.
 
     Example: cacheblend store clear --store-dir ./store --yes
@@ -144,55 +160,98 @@ def clear(
         if not yes:
             terminal.confirm(f"Remove {counted(entries, 'entry')} from {store_dir}?")
         store.clear()
-    if as_json:
-        terminal.print_json({"removed": entries})
-    else:
-        terminal.print_line(f"{counted(entries, 'entry')} removed")
+    terminal.print_result({"removed": entries}, f"{counted(entries, 'entry')} removed", as_json)
 
 
-@app.command("push")
-@options.accepts(StoreConfig, only=options.OF_REMOTES)
-def push(
+@documents.command("ls")
+def list_documents(
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    parts: Annotated[bool, typer.Option("--parts", help="Each page, slide and sheet of a file, and not the file.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """List the documents, and how much of each one's KV is stored. The pages of a file are one.
+
+    Example: cacheblend documents ls --store-dir ./store --json
+    """
+    with _open_documents(store_dir) as opened:
+        found, _ = opened.page() if parts else opened.files()
+    if as_json:
+        terminal.print_json({"documents": [status.as_dict() for status in found]})
+        return
+    columns = ("id", "title", "parts", "chunks", "stored_chunks", "shared_chunks", "stored_bytes", "pinned")
+    terminal.print_table(columns, ([getattr(each, name) for name in columns] for each in found))
+    terminal.print_line(counted(len(found), "document"))
+
+
+@documents.command("show")
+def show(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
+    """Show a document and the chunks that it was split into.
+
+    Example: cacheblend documents show handbook/travel.md --store-dir ./store
+    """
+    with _open_documents(store_dir) as opened:
+        status, chunks = opened.show(id_)
+        places = opened.places(chunks)
+    if as_json:
+        terminal.print_json({**status.as_dict(), "texts": list(map(shown_chunk, chunks, places))})
+        return
+    for name, value in status.as_dict().items():
+        terminal.print_line(f"{name}: {value}")
+    for chunk, place in zip(chunks, places, strict=True):
+        part = chunk.document_id.removeprefix(id_).removeprefix("#")
+        head = f"{part}{', ' if part else ''}{counted(len(chunk.token_ids), 'token')}{place}"
+        terminal.print_line(f"\n[{chunk.position}] {head}\n{chunk.text}")
+
+
+@documents.command("delete")
+@options.accepts(StoreConfig, only=options.OF_REMOTES)
+def delete(
+    id_: Id,
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    yes: Yes = False,
     *,
     settings: options.Settings,
     as_json: options.Json = False,
 ) -> None:
-    """Send to --remote the entries that the store has and the remote tier lacks, such as those dropped during an outage.
+    """Remove a document, or a file with all its pages, and the KV of the chunks that no other document has.
 
-    Example: cacheblend store push --store-dir ./store --remote redis://cache.internal:6379/0
+    Example: cacheblend documents delete handbook/travel.md --store-dir ./store --yes
     """
-    config = settings.make(StoreConfig)
-    if config.remote is None:
-        raise InputError("no remote tier is named; give --remote URL, or set CACHEBLEND_REMOTE")
-    sent, sent_bytes, lost, group = 0, 0, 0, 64
-    with open_store(store_dir, config) as store, terminal.progress_bars() as progress:
-        keys = [entry.key for entry in store.ls()]
-        for at in range(0, len(keys), group):
-            shared = store.share(keys[at : at + group])
-            sent, sent_bytes, lost = sent + shared.entries, sent_bytes + shared.bytes, lost + len(shared.lost)
-            progress("push", min(at + group, len(keys)), len(keys))
-    there = len(keys) - sent - lost
-    if as_json:
-        terminal.print_json({"entries": sent, "bytes": sent_bytes, "already_there": there, "refused": lost})
-        return
-    terminal.print_line(
-        f"{counted(sent, 'entry')} pushed ({counted(sent_bytes, 'byte')}), {there} there before, {lost} damaged"
-    )
+    with _open_documents(store_dir, settings.make(StoreConfig)) as opened:
+        if not yes:
+            status = opened.status(id_)
+            parts = f"{counted(status.parts, 'part')}, " if status.id != id_ or status.parts > 1 else ""
+            chunks = counted(status.chunks, "chunk")
+            terminal.confirm(f"Delete {id_!r}, {parts}{chunks}, {counted(status.own_bytes, 'byte')} of KV?")
+        _print_status(opened.delete(id_), "deleted", as_json)
 
 
-def open_store(store_dir: Path, config: StoreConfig | None = None) -> KVStore:
-    """The store of a folder, looked at without evicting from it.
+@documents.command("pin")
+def pin(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
+    """Keep the KV of the chunks of a document, or a file, from being evicted.
 
-    Raises:
-        InputError: the folder holds no store.
+    Example: cacheblend documents pin handbook/travel.md --store-dir ./store
     """
-    directory = store_dir / KV_FOLDER
-    if not directory.is_dir():
-        raise InputError(f"{store_dir} holds no store; give the --store-dir that documents were ingested into")
-    config = config or StoreConfig()
-    return KVStore(replace(config, directory=directory, ram_budget_bytes=1, nvme_budget_bytes=UNBOUNDED))
+    with _open_documents(store_dir) as opened:
+        _print_status(opened.pin(id_), "pinned", as_json)
 
 
-def _time(nanoseconds: int) -> str:
-    return datetime.datetime.fromtimestamp(nanoseconds / 1e9, tz=datetime.UTC).isoformat(timespec="seconds")
+@documents.command("unpin")
+def unpin(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
+    """Let the KV of the chunks of a document, or a file, be evicted again.
+
+    Example: cacheblend documents unpin handbook/travel.md --store-dir ./store
+    """
+    with _open_documents(store_dir) as opened:
+        _print_status(opened.unpin(id_), "unpinned", as_json)
+
+
+@contextmanager
+def _open_documents(store_dir: Path, config: StoreConfig | None = None) -> Iterator[Documents]:
+    with open_store(store_dir, config) as store, IndexedDocuments.open(store_dir / INDEX_FOLDER) as index:
+        yield Documents(index, store)
+
+
+def _print_status(status: DocumentStatus, done: str, as_json: bool) -> None:
+    kv = f"KV of {counted(status.stored_chunks, 'chunk')}, {counted(status.stored_bytes, 'byte')}"
+    terminal.print_result(status.as_dict(), f"{done} {status.id}: {kv}", as_json)

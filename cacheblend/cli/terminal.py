@@ -15,13 +15,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, Progress
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -109,6 +107,14 @@ def print_json(value: Mapping[str, object]) -> None:
     sys.stdout.write(visible_json(json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)) + "\n")
 
 
+def print_result(value: Mapping[str, object], line: str, as_json: bool) -> None:
+    """A command's result on stdout: one JSON object, or a line."""
+    if as_json:
+        print_json(value)
+    else:
+        print_line(line)
+
+
 def confirm(question: str, remedy: str = "give --yes") -> None:
     """Ask on the terminal, and end the command unless the answer is yes.
 
@@ -129,32 +135,18 @@ def hush_libraries() -> None:
     transformers_logging.set_verbosity_error()
 
 
-class _Stages(logging.Handler):
-    """Shows records that have a stage, as `Engine` logs them."""
-
-    def __init__(self, line: LiveLine) -> None:
-        super().__init__(logging.INFO)
-        self._line = line
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Show a stage."""
-        if hasattr(record, "stage"):
-            self._line.show(record.getMessage(), time.monotonic())
-
-
 @contextmanager
 def shown_stages() -> Iterator[None]:
     """Show on stderr what is being opened, until the block ends; import libraries in the block, which are shown first."""
     log = logging.getLogger("cacheblend")
     level = log.level
-    with LiveLine(stderr, LOADING, line_every_s=0) as line, ExitStack() as opened:
+    with LiveLine(LOADING, line_every_s=0) as line:
+        line.show(LOADING)
         stages = _Stages(line)
-        line.show(LOADING, time.monotonic())
         log.addHandler(stages)
-        opened.callback(log.removeHandler, stages)
-        if log.getEffectiveLevel() > logging.INFO:
-            log.setLevel(logging.INFO)
-            opened.callback(log.setLevel, level)
+        line.callback(log.removeHandler, stages)
+        log.setLevel(min(logging.INFO, log.getEffectiveLevel()))
+        line.callback(log.setLevel, level)
         hush_libraries()
         yield
 
@@ -162,13 +154,7 @@ def shown_stages() -> Iterator[None]:
 @contextmanager
 def progress_bars() -> Iterator[OnProgress]:
     """A bar a stage on stderr, where that is a terminal and `--quiet` was not given."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
     with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as bars:
         tasks: dict[str, Any] = {}
 
@@ -180,34 +166,40 @@ def progress_bars() -> Iterator[OnProgress]:
         yield report
 
 
-class LiveLine:
-    """A line that changes on a terminal, else a line every ten seconds, as a log wants it; a context manager.
+class LiveLine(ExitStack):
+    """A line on stderr that changes on a terminal, else a line every ten seconds, as a log wants it; a context manager.
 
     Args:
-        console: where to.
         first: the line before the first one that is shown, on a terminal.
         line_every_s: where there is no terminal.
     """
 
-    def __init__(self, console: Console, first: str = "reading", line_every_s: float = LINE_EVERY_S) -> None:
-        self._console, self._line_every_s = console, line_every_s
-        self._next_line = time.monotonic() + line_every_s
-        self._opened = ExitStack()
-        self._status = self._opened.enter_context(console.status(first)) if console.is_terminal else None
+    def __init__(self, first: str = "reading", line_every_s: float = LINE_EVERY_S) -> None:
+        super().__init__()
+        self._line_every_s, self._next_line = line_every_s, time.monotonic() + line_every_s
+        self._status = self.enter_context(stderr.status(first)) if stderr.is_terminal else None
 
-    def show(self, line: str, now: float) -> None:
-        """Show a line, at a time of `time.monotonic`."""
+    def show(self, line: str) -> None:
+        """Show a line."""
+        now = time.monotonic()
         if self._status is not None:
             self._status.update(Text(visible(line)))
         elif now >= self._next_line:
             self._next_line = now + self._line_every_s
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+            note(line)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._opened.close()
+class _Stages(logging.Handler):
+    """Shows records that have a stage, as `Engine` logs them."""
+
+    def __init__(self, line: LiveLine) -> None:
+        super().__init__(logging.INFO)
+        self._line = line
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show a stage."""
+        if hasattr(record, "stage"):
+            self._line.show(record.getMessage())
 
 
 class IngestProgress(LiveLine, progress.Progress):
@@ -218,29 +210,23 @@ class IngestProgress(LiveLine, progress.Progress):
     done.
 
     Args:
-        console: where to.
         stream: the documents being read; None where others read them, and only finished documents are known.
         size: of the stream; None where that is not known, and no time left can be shown.
     """
 
-    def __init__(self, console: Console, stream: DocumentStream | None, size: StreamSize | None) -> None:
-        LiveLine.__init__(self, console)
+    def __init__(self, stream: DocumentStream | None, size: StreamSize | None) -> None:
+        LiveLine.__init__(self)
         progress.Progress.__init__(self)
         self._stream, self._size = stream, size
-        self._skipped_characters = self._done_characters = 0
-        self._done_documents = self._done_tokens = 0
+        self._started, self._skipped_characters = time.monotonic(), 0
+        self._done_documents = self._done_tokens = self._done_characters = 0  # up to the batch
         self._batch_share, self._embedding = 0.0, ""
-        self._started = time.monotonic()
 
     def note(self, stage: str, done: int, total: int) -> None:
         """Show how much of the batch is computed."""
         if stage == "precompute":
             self._batch_share = done / total
-            self._update()
-
-    def note_batch(self) -> None:
-        """Show that a batch is done."""
-        self._update()
+            self.note_batch()
 
     def note_windows(self, done: int, total: int) -> None:
         """Show how much of the batch is embedded."""
@@ -250,50 +236,32 @@ class IngestProgress(LiveLine, progress.Progress):
     def check(self) -> None:
         """Say that a batch's texts are split and embedded, which comes before the first of its chunks is computed."""
         if self.tokens == self._done_tokens and (characters := self._characters - self._done_characters) > 0:
-            now = time.monotonic()
-            self.show(f"{self.line(now)}, {self._embedding or f'splitting {characters:,} characters'}", now)
+            self.show(f"{self.line()}, {self._embedding or f'splitting {characters:,} characters'}")
 
-    def _update(self) -> None:
-        now = time.monotonic()
+    def note_batch(self) -> None:
+        """Show what is done, a batch among it if one has ended."""
         if not self.tokens:
-            self._skipped_characters, self._started = self._characters * (self.documents > 0), now
+            self._started, self._skipped_characters = time.monotonic(), self._characters * (self.documents > 0)
         if self.documents != self._done_documents:  # a batch ended, and the next one is not read yet
-            self._done_documents, self._done_tokens = self.documents, self.tokens
-            self._done_characters = self._characters
+            self._done_documents, self._done_tokens, self._done_characters = self.documents, self.tokens, self._characters
             self._batch_share, self._embedding = 0.0, ""
-        self.show(self.line(now), now)
+        self.show(self.line())
 
     @property
     def _characters(self) -> int:
         """Characters of the documents that were read."""
         if self._stream is not None:
             return self._stream.characters
-        return round(self._size.characters * self._done_documents / max(1, self._size.documents)) if self._size else 0
+        return round(self._size.characters * self.documents / max(1, self._size.documents)) if self._size else 0
 
-    def line(self, now: float) -> str:
-        """The line, at a time of `time.monotonic`."""
-        documents, tokens = self.documents, self.tokens
+    def line(self) -> str:
+        """The line as it is now."""
         of = f" of {self._size.documents:,}" if self._size else ""
-        parts = [f"{documents:,}{of} documents", f"{tokens:,} tokens"]
-        if tokens and (seconds := now - self._started) > 0:
-            parts.append(f"{tokens / seconds:,.0f} tokens/s")
+        parts = [f"{self.documents:,}{of} documents", f"{self.tokens:,} tokens"]
+        if self.tokens and (seconds := time.monotonic() - self._started) > 0:
+            parts.append(f"{self.tokens / seconds:,.0f} tokens/s")
             done = self._done_characters + self._batch_share * (self._characters - self._done_characters)
             if self._size is not None and done > self._skipped_characters:
                 left_s = seconds * (self._size.characters - done) / (done - self._skipped_characters)
                 parts.append(f"{timedelta(seconds=round(left_s))} left")
         return ", ".join(parts)
-
-
-class ReadingProgress(LiveLine):
-    """Line of progress: the number of files that were read, and the one that is being read.
-
-    Attributes:
-        files: how many there were.
-    """
-
-    files = 0
-
-    def update(self, file: Path) -> None:
-        """A file is read now."""
-        self.show(f"reading: {self.files:,} files, now {file}", time.monotonic())
-        self.files += 1

@@ -17,7 +17,7 @@ from cacheblend.service.engine.json_lines import parse_json
 
 from .caching_embedder import CachingEmbedder
 from .request import Example, Request, Task, arrange, make_request
-from .source import OWN_QUESTION, SEARCHED_TOP_K, Preset, Wording, prompt_renderer
+from .source import OWN_QUESTION, SEARCHED_CHUNKS, Preset, Wording, prompt_renderer
 
 QUESTION = "What does the text say about {topic}?"
 TOPIC_WORDS = 12
@@ -125,9 +125,9 @@ class DocumentsSource:
             if not retriever.chunk_count:
                 raise InputError(f"{self.documents} holds no document; give a folder with texts")
             examples = given if file is not None else chunk_questions(retriever.chunks(), self.cases)
-            top_k = min(self.preset.top_k or SEARCHED_TOP_K, retriever.chunk_count)
+            num_chunks = min(self.preset.num_chunks or SEARCHED_CHUNKS, retriever.chunk_count)
             for example in examples:
-                found = [scored.chunk for scored in retriever.search(example.question, top_k)]
+                found = [scored.chunk for scored in retriever.search(example.question, num_chunks)]
                 question = self.wording.question.format(question=example.question)
                 request = make_request(
                     example,

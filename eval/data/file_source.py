@@ -24,7 +24,7 @@ from cacheblend.service.engine.json_lines import read_json_lines
 
 from .caching_embedder import CachingEmbedder
 from .request import Example, Passage, Request, Task, arrange, make_request
-from .source import DIALOGUE, NEWS, SEARCHED_TOP_K, SHORT_ANSWER, Preset, Wording, prompt_renderer
+from .source import DIALOGUE, NEWS, SEARCHED_CHUNKS, SHORT_ANSWER, Preset, Wording, prompt_renderer
 
 SCHEMA = '{"id", "question", "answers": [..], "passages": [{"title", "text"}, ..], "task": "qa" | "summarization"}'
 
@@ -161,8 +161,8 @@ def find_file(name: str, place: str | None) -> Path:
     place = place or os.environ.get(DATA_VARIABLE) or None
     if place is not None:
         path = Path(place).expanduser()
-        if path.is_dir():
-            path = path / wanted.file
+        if path.is_dir():  # a file with the number of its cases in the name, or packed, is the same set
+            path = min(path.glob(f"{wanted.file.partition('.')[0]}*.jsonl*"), default=path / wanted.file)
         if path.is_file():
             return path
         if not path.exists() and place.count("/") == 1 and not place.startswith((".", "/", "~")):
@@ -275,17 +275,17 @@ class FileSource:
 
     def _chunks(self, example: Example, retriever: Retriever, plain: PlainTokenizer) -> list[_Chunk]:
         """A case's chunks, in the prompt's order."""
-        documents, top_k = _documents(example), self.preset.top_k
+        documents, num_chunks = _documents(example), self.preset.num_chunks
         if (self.preset.chunking or ("split" if self._set.split else "passage")) == "passage":
             separator = retriever.config.separator
-            return [_Chunk(document.id, plain.ids(document.content + separator)) for document in documents[:top_k]]
+            return [_Chunk(document.id, plain.ids(document.content + separator)) for document in documents[:num_chunks]]
         if not self._set.searched:
             split = ((document.id, retriever.splitter.split(document)) for document in documents)
             every = (_Chunk.of(chunk, chunks) for _, chunks in split for chunk in chunks)
-            return list(itertools.islice(every, top_k))
+            return list(itertools.islice(every, num_chunks))
         if not self.preset.shared_corpus:
             retriever.add(documents)
-        found = retriever.search(example.question, min(top_k or SEARCHED_TOP_K, retriever.chunk_count))
+        found = retriever.search(example.question, min(num_chunks or SEARCHED_CHUNKS, retriever.chunk_count))
         chunks = [_Chunk.of(scored.chunk, retriever.chunks(scored.chunk.document_id)) for scored in found]
         if not self.preset.shared_corpus:
             for document in retriever.documents():

@@ -137,7 +137,7 @@ def prompt_renderer(tokenizer: Any, wording: Wording) -> PromptRenderer:
 
 CHUNKINGS = ("split", "passage")
 ORDERS = ("retrieval", "reversed", "gold-middle")
-SEARCHED_TOP_K = 6  # the paper's
+SEARCHED_CHUNKS = 6  # the paper's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,7 @@ class Preset:
 
     Args:
         chunk_tokens: tokens of a chunk.
-        top_k: chunks of a prompt; None for 6 where they are searched, else for all that fit.
+        num_chunks: chunks of a prompt; None for 6 where they are searched, else for all that fit.
         chunking: "split": passages are split into chunks; "passage": each passage of a case, title and text, is one chunk, in
             the file's order, without a search. None is the data set's own.
         order: of a prompt's chunks. "retrieval": nearest first, or the file's; "reversed"; "gold-middle": the first chunk
@@ -158,7 +158,7 @@ class Preset:
     """
 
     chunk_tokens: int = 512
-    top_k: int | None = None
+    num_chunks: int | None = None
     chunking: str | None = None
     order: str = ORDERS[0]
     prompt: str = PROMPTS[0]
@@ -166,9 +166,9 @@ class Preset:
     warm_up: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in ("chunk_tokens", "top_k"):
+        for field in ("chunk_tokens", "num_chunks"):
             value = getattr(self, field)
-            if field == "top_k" and value is None:
+            if field == "num_chunks" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(field, value, "an integer of at least 1")

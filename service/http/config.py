@@ -95,7 +95,7 @@ class TenantConfig:
         if not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,62}", self.name):
             raise ConfigError("tenants", self.name, "lower-case letters, digits, - and _, at most 63")
         if not self.api_key_sha256:
-            raise ConfigError(f"tenants.{self.name}.api_key_sha256", (), "give the hash of at least one key")
+            raise ConfigError(f"tenants.{self.name}.api_key_sha256", (), "the hash of a key; `cacheblend api-key` makes both")
         for digest in self.api_key_sha256:
             if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-f]{64}", digest):
                 given, allowed = "what is given (not shown, it may be a key)", "64 hex digits; `cacheblend api-key` prints them"

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from fakes import FakeEmbedder, tiny_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from fakes import FakeEmbedder
 
 from cacheblend.blend import Fusor
+from cacheblend.cli import main as cli
 from cacheblend.eval.data import FileSource, Preset
 
-sys.path.insert(0, str(Path(__file__).parent))  # for `from example_files import ...`
+sys.path.insert(0, str(Path(__file__).parent))  # for the imports below
+sys.path.insert(0, str(Path(__file__).parents[1] / "service"))
+from engines import make_model
 from example_files import case, write
 
 POSITIONS = 1536
@@ -23,28 +25,7 @@ POSITIONS = 1536
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with sharpened attention; its configuration does not say that it is random, so that answers are marked."""
     folder = tmp_path_factory.mktemp("eval-model")
-    tokenizer = tiny_tokenizer()
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=POSITIONS,
-            initializer_range=0.05,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=None,
-        )
-    )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if any(part in name for part in ("q_proj", "k_proj", "v_proj", "o_proj")):
-                parameter.mul_(4.0)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    make_model(folder, POSITIONS, hidden_size=32, intermediate_size=48, eos_token_id=None)
     return folder
 
 
@@ -63,4 +44,24 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> FileSource:
     """Five cases over two documents each, of several chunks."""
     folder = tmp_path_factory.mktemp("data")
     write(folder, "musique", [case(index) for index in range(5)])
-    return FileSource(name="musique", data=str(folder), cases=5, preset=Preset(chunk_tokens=64, top_k=4))
+    return FileSource(name="musique", data=str(folder), cases=5, preset=Preset(chunk_tokens=64, num_chunks=4))
+
+
+@pytest.fixture
+def cacheblend(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedder: FakeEmbedder
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs the command line in this process and the test's folder: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    for variable in ("CACHEBLEND_MODEL", "CACHEBLEND_DATA"):
+        monkeypatch.delenv(variable, raising=False)
+    for source in ("file_source", "documents_source"):
+        monkeypatch.setattr(f"cacheblend.eval.data.{source}.SentenceTransformerEmbedder", lambda: embedder)
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as exit_:
+            cli.main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return int(exit_.value.code or 0), captured.out, captured.err
+
+    return run

@@ -1,26 +1,24 @@
-"""A small OpenAI-compatible server, of whom tests know what it does when, and what it is asked."""
+"""A small OpenAI-compatible server whose answers a test writes."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import closing, contextmanager
 
 import uvicorn
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from cacheblend.eval.load import LoadRequest
 
 REQUEST = LoadRequest("Where?", ("Here is a place.", "There is another."))
 USAGE = {"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 30}}}
-Answer = Callable[[int, dict[str, Any]], Response]
+Answer = Callable[[int], Response]
 
 
 def sse(*events: object) -> Response:
@@ -42,19 +40,18 @@ def piece(content: str | None, finish: str | None = None) -> dict[str, object]:
 
 @contextmanager
 def peer(answer: Answer) -> Iterator[str]:
-    """The address of a server that answers its n-th completion with `answer(n, body)`."""
+    """The address of a server that answers its n-th completion with `answer(n)`."""
     app, count = FastAPI(), iter(range(10**6))
 
     @app.get("/v1/models")
     async def models() -> dict[str, object]:
         return {"object": "list", "data": [{"id": "peer-model"}]}
 
-    @app.post("/v1/{path:path}")
-    async def complete(path: str, request: Request) -> Response:
-        body = await request.json()
-        return answer(next(count), {**body, "path": path, "authorization": request.headers.get("authorization")})
+    @app.post("/v1/chat/completions")
+    async def complete() -> Response:
+        return answer(next(count))
 
-    with contextlib.closing(socket.socket()) as listener:
+    with closing(socket.socket()) as listener:
         listener.bind(("127.0.0.1", 0))
         process = uvicorn.Server(uvicorn.Config(app, log_config=None, ws="none", lifespan="off"))
         thread = threading.Thread(target=process.run, kwargs={"sockets": [listener]})

@@ -1,4 +1,4 @@
-"""Vectors that are kept: met texts are not embedded again, others' vectors are not taken, and a broken file is done without."""
+"""Stored vectors: met texts are not embedded again, others' vectors are not taken, and a broken file is done without."""
 
 from __future__ import annotations
 
@@ -25,24 +25,18 @@ class CountingEmbedder(FakeEmbedder):
 
 
 def test_each_text_is_embedded_once(tmp_path: Path) -> None:
-    """The vectors are the embedder's own, in the texts' order; another process's embedder finds them in the file."""
+    """The vectors are the embedder's own, in the texts' order; the file serves equal embedders only, by name and length."""
     first, second = CountingEmbedder(), CountingEmbedder()
     file = tmp_path / "new" / "vectors.sqlite"
     np.testing.assert_array_equal(CachingEmbedder(first, file).encode(["a b", "c", "a b"]), first.encode(["a b", "c", "a b"]))
     assert first.texts[:2] == ["a b", "c"]
-    kept = CachingEmbedder(second, file)
-    np.testing.assert_array_equal(kept.encode(["d", "c", "\ud800"]), FakeEmbedder().encode(["d", "c", "\ud800"]))
+    cached = CachingEmbedder(second, file)
+    np.testing.assert_array_equal(cached.encode(["d", "c", "\ud800"]), FakeEmbedder().encode(["d", "c", "\ud800"]))
     assert second.texts == ["d", "\ud800"]
-    assert kept.encode([]).shape == (0, 64)
-
-
-def test_vectors_of_others_are_not_taken(tmp_path: Path) -> None:
-    """Neither those of an embedder of another name, nor those of another length."""
-    file = tmp_path / "vectors.sqlite"
-    CachingEmbedder(FakeEmbedder(), file).encode(["a"])
+    assert cached.encode([]).shape == (0, 64)
     for other in (CountingEmbedder("other"), CountingEmbedder(dimensions=32)):
-        assert CachingEmbedder(other, file).encode(["a"]).shape == (1, other.dimensions)
-        assert other.texts == ["a"]
+        assert CachingEmbedder(other, file).encode(["c"]).shape == (1, other.dimensions)
+        assert other.texts == ["c"]
 
 
 def test_a_file_that_cannot_be_used(tmp_path: Path) -> None:
@@ -51,7 +45,6 @@ def test_a_file_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for file in (tmp_path / "broken", tmp_path / "file" / "below.sqlite"):
         embedder = CountingEmbedder()
-        kept = CachingEmbedder(embedder, file)
         for _ in range(2):
-            np.testing.assert_array_equal(kept.encode(["a"]), FakeEmbedder().encode(["a"]))
+            np.testing.assert_array_equal(CachingEmbedder(embedder, file).encode(["a"]), FakeEmbedder().encode(["a"]))
         assert embedder.texts == ["a", "a"]

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from fakes import FakeEmbedder
 
-from cacheblend.base.errors import ConfigError
 from cacheblend.blend import SELECTORS, Fusor
-from cacheblend.blend.fidelity import equal_tokens_share, first_token_kl_nats
-from cacheblend.cli import main as cli
 from cacheblend.eval.data import DocumentsSource
 from cacheblend.eval.data.documents_source import chunk_questions, topic
 from cacheblend.eval.method_plan import METHOD_OF_SELECTOR
@@ -51,136 +45,74 @@ def setting(
     return Setting(context=context, selector=selector, ratio=ratio, measures=measures)
 
 
-class TestChoice:
-    """The cheapest within the loss."""
-
-    def test_the_cheapest_within(self) -> None:
-        """Compute decides among those within both thresholds; a smaller loss at a higher cost does not."""
-        cheap, dear = setting(compute=0.1, kl=0.04), setting(ratio=0.3, compute=0.3, kl=0.001)
-        lossy, wrong = setting(ratio=0.0, selector=None, compute=0.02, kl=0.06), setting(ratio=0.05, compute=0.05, nll=0.06)
-        assert choose([dear, lossy, wrong, cheap], Thresholds()) == cheap
-        assert choose([dear, lossy, wrong, cheap], Thresholds(max_kl=0.07)) == lossy
-        assert choose([dear, lossy, wrong, cheap], Thresholds(max_kl=0.03)) == dear
-
-    def test_ttft_decides_at_equal_compute(self) -> None:
-        """At equal compute the faster selector is taken."""
-        fast, slow = setting(selector="first_tokens", ttft_s=0.8), setting(kl=0.001)
-        assert choose([slow, fast], Thresholds()) == fast
-
-    def test_a_context_costs_nothing(self) -> None:
-        """Of several contexts with the cheapest selector and ratio, noise in TTFT does not decide, but KL."""
-        noisy, near = setting("bos", kl=0.04, ttft_s=0.99), setting("default", kl=0.01, ttft_s=1.0)
-        assert choose([noisy, near, setting("head", kl=0.06)], Thresholds()) == near
-
-    def test_none_within(self) -> None:
-        """Where nothing is within the thresholds, the least KL is taken."""
-        least = setting(ratio=0.5, compute=0.6, kl=0.2, nll=1.0)
-        assert choose([setting(kl=0.3), least, setting(kl=0.4)], Thresholds()) == least
-
-    def test_the_selector_beyond_ratio_0(self) -> None:
-        """Where nothing is selected, the selector for higher ratios is the best at the next one of that context."""
-        reuse = setting(selector=None, ratio=0.0)
-        best = setting(selector="first_tokens", kl=0.002)
-        others = [setting(kl=0.003), setting(ratio=0.3, kl=0.0), setting("bos", "random", kl=0.0)]
-        assert selector_beyond(reuse, [reuse, *others, best]) == "first_tokens"
-        assert selector_beyond(reuse, [reuse]) is None
-
-    def test_the_curve_is_of_the_choice(self) -> None:
-        """The curve has the ratios of one context and selector, and ratio 0, where nothing is selected."""
-        reuse, low, high = setting(selector=None, ratio=0.0, kl=0.3), setting(kl=0.2), setting(ratio=0.5, kl=0.1)
-        others = [setting("bos"), setting(selector="first_tokens")]
-        assert loss_curve([high, *others, low, reuse], "default", "gradual") == ((0.0, 0.3), (0.1, 0.2), (0.5, 0.1))
+def test_the_choice() -> None:
+    """Of the settings within both thresholds the cheapest is taken: by compute, then TTFT; a context costs nothing."""
+    cheap, dear = setting(compute=0.1, kl=0.04), setting(ratio=0.3, compute=0.3, kl=0.001)
+    lossy, wrong = setting(ratio=0.0, selector=None, compute=0.02, kl=0.06), setting(ratio=0.05, compute=0.05, nll=0.06)
+    assert choose([dear, lossy, wrong, cheap], Thresholds()) == cheap
+    assert choose([dear, lossy, wrong, cheap], Thresholds(max_kl=0.07)) == lossy
+    assert choose([dear, lossy, wrong, cheap], Thresholds(max_kl=0.03)) == dear
+    fast, slow = setting(selector="first_tokens", ttft_s=0.8), setting(kl=0.001)
+    assert choose([slow, fast], Thresholds()) == fast, "at equal compute"
+    noisy, near = setting("bos", kl=0.04, ttft_s=0.99), setting("default", kl=0.01, ttft_s=1.0)
+    assert choose([noisy, near, setting("head", kl=0.06)], Thresholds()) == near, "noise in TTFT does not decide, but KL"
+    least = setting(ratio=0.5, compute=0.6, kl=0.2, nll=1.0)
+    assert choose([setting(kl=0.3), least, setting(kl=0.4)], Thresholds()) == least, "none is within"
 
 
-class TestConfig:
-    """One evaluation that measures every setting."""
+def test_the_selector_beyond_ratio_0() -> None:
+    """Where nothing is selected, the selector for higher ratios is the best at the next one of that context."""
+    reuse = setting(selector=None, ratio=0.0)
+    best = setting(selector="first_tokens", kl=0.002)
+    others = [setting(kl=0.003), setting(ratio=0.3, kl=0.0), setting("bos", "random", kl=0.0)]
+    assert selector_beyond(reuse, [reuse, *others, best]) == "first_tokens"
+    assert selector_beyond(reuse, [reuse]) is None
 
-    SOURCE = DocumentsSource(documents="d", questions=None)
 
-    def test_every_setting_once(self) -> None:
-        """Each context with each selector at each ratio; at 0 one full reuse a context, whatever the selectors."""
-        config = calibration_config(
-            self.SOURCE, "m", contexts=("default", "bos"), selectors=("gradual", "first_tokens"), ratios=(0.0, 0.1, 0.2)
-        )
-        planned = [(method.name, method.context, method.ratio) for method in config.planned()]
-        assert planned[0] == ("full_recompute", "default", None)
-        assert len(planned) == 1 + 2 + 2 * 2 * 2
-        assert len(set(planned)) == len(planned)
-        alone = calibration_config(self.SOURCE, "m", contexts=("head",), selectors=("gradual",), ratios=(0.0,))
-        assert [method.label for method in alone.planned()] == ["full_recompute", "full_reuse+head"]
+def test_the_curve_is_of_the_choice() -> None:
+    """The curve has the ratios of one context and selector, and ratio 0, where nothing is selected."""
+    reuse, low, high = setting(selector=None, ratio=0.0, kl=0.3), setting(kl=0.2), setting(ratio=0.5, kl=0.1)
+    others = [setting("bos"), setting(selector="first_tokens")]
+    assert loss_curve([high, *others, low, reuse], "default", "gradual") == ((0.0, 0.3), (0.1, 0.2), (0.5, 0.1))
 
-    def test_every_selector_has_a_method(self) -> None:
-        """Whatever the engine can select by can be measured."""
-        assert set(METHOD_OF_SELECTOR) == set(SELECTORS)
 
-    def test_a_new_selector_is_measured_as_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A line in `SELECTORS` is enough: the method has the selector's name."""
-        monkeypatch.setitem(SELECTORS, "last_tokens", SELECTORS["first_tokens"])
-        spec = importlib.util.find_spec("cacheblend.eval.method_plan")
-        assert spec is not None
-        assert spec.loader is not None
-        anew = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, spec.name, anew)
-        spec.loader.exec_module(anew)
-        assert anew.METHOD_OF_SELECTOR["last_tokens"] == "blend_last_tokens"
-        assert "blend_last_tokens" in anew.METHODS
-
-    @pytest.mark.parametrize(
-        ("changed", "named"),
-        [
-            ({"selectors": ("best",)}, "selectors"),
-            ({"selectors": ()}, "selectors"),
-            ({"ratios": ()}, "ratios"),
-            ({"ratios": (0.1, 0.1)}, "ratios"),
-            ({"ratios": (0.0, 1.5)}, "recompute_ratio"),
-            ({"contexts": ("nowhere",)}, "contexts"),
-            ({"contexts": ("bos", "bos")}, "contexts"),
-        ],
+def test_every_setting_is_measured_once() -> None:
+    """Each context with each selector at each ratio; at 0 one full reuse a context. Every selector has a method."""
+    source = DocumentsSource(documents="d", questions=None)
+    config = calibration_config(
+        source, "m", contexts=("default", "bos"), selectors=("gradual", "first_tokens"), ratios=(0.0, 0.1, 0.2)
     )
-    def test_bad_settings(self, changed: dict[str, tuple[object, ...]], named: str) -> None:
-        """An unknown or doubled setting is refused by name."""
-        options: dict[str, tuple[object, ...]] = {"contexts": ("bos",), "selectors": ("gradual",), "ratios": (0.1,), **changed}
-        with pytest.raises(ConfigError, match=named):
-            calibration_config(self.SOURCE, "m", **options)  # type: ignore[arg-type]  # what a caller may do
+    planned = [(method.name, method.context, method.ratio) for method in config.planned()]
+    assert planned[0] == ("full_recompute", "default", None)
+    assert len(set(planned)) == len(planned) == 1 + 2 + 2 * 2 * 2
+    reused = calibration_config(source, "m", contexts=("head",), selectors=("gradual",), ratios=(0.0,))
+    assert [method.label for method in reused.planned()] == ["full_recompute", "full_reuse+head"]
+    assert set(METHOD_OF_SELECTOR) == set(SELECTORS)
 
 
-class TestQuestions:
-    """Questions made from the documents."""
-
-    def test_a_sample_of_chunks(self) -> None:
-        """So many chunks are asked about, the same each time, and all where there are fewer."""
-        chunks = [Chunk("a.md", "v", place, "a", f"Place {place} holds it. More.", (1,)) for place in range(30)]
-        made = chunk_questions(chunks, 5)
-        assert made == chunk_questions(chunks, 5)
-        assert len({example.id for example in made}) == 5
-        assert all(example.answers == () for example in made)
-        place = made[0].id.removeprefix("a.md#")
-        assert made[0].question == f"What does the text say about Place {place} holds it?"
-        assert len(chunk_questions(chunks, 99)) == len(chunk_questions(chunks, None)) == 30
-
-    @pytest.mark.parametrize(
-        ("text", "expected"),
-        [
-            ("12-travel\n\n# Travel abroad\n\nIt is signed off.", "Travel abroad"),
-            ("Rooms are booked at noon. Not later.", "Rooms are booked at noon"),
-            ("| a | b |\nsecond", "a | b |\nsecond".replace("\n", " ")),
-            (" ".join("abcdefghijklmnopqrst"), "a b c d e f g h i j k l"),
-        ],
-    )
-    def test_topics(self, text: str, expected: str) -> None:
-        """A heading, or the first words of the first sentence."""
-        assert topic(text) == expected
+def test_questions_of_chunks() -> None:
+    """As many chunks as wanted are asked about, the same each time, and all where there are fewer."""
+    chunks = [Chunk("a.md", "v", place, "a", f"Place {place} holds it. More.", (1,)) for place in range(30)]
+    made = chunk_questions(chunks, 5)
+    assert made == chunk_questions(chunks, 5)
+    assert len({example.id for example in made if example.answers == ()}) == 5
+    place = made[0].id.removeprefix("a.md#")
+    assert made[0].question == f"What does the text say about Place {place} holds it?"
+    assert len(chunk_questions(chunks, 99)) == len(chunk_questions(chunks, None)) == 30
 
 
-def test_measures_are_the_guards() -> None:
-    """KL of the same logits is 0, that of others the formula's; equal tokens end at the first difference."""
-    logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
-    assert first_token_kl_nats(logits, logits) == 0
-    full, blended = torch.tensor([0.9, 0.1]), torch.tensor([0.5, 0.5])
-    wanted = float((full * (full / blended).log()).sum())
-    assert first_token_kl_nats(full.log(), blended.log()) == pytest.approx(wanted, abs=1e-6)
-    assert equal_tokens_share([5, 6, 7, 8], [5, 9, 7, 8]) == 0.25
-    assert equal_tokens_share([5, 1], [5, 1, 4]) == 1
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("12-travel\n\n# Travel abroad\n\nIt is signed off.", "Travel abroad"),
+        ("Rooms are booked at noon. Not later.", "Rooms are booked at noon"),
+        ("| a | b |\nsecond", "a | b | second"),
+        (" ".join("abcdefghijklmnopqrst"), "a b c d e f g h i j k l"),
+    ],
+)
+def test_topics(text: str, expected: str) -> None:
+    """A heading, or the first words of the first sentence."""
+    assert topic(text) == expected
 
 
 @pytest.fixture
@@ -193,21 +125,10 @@ def documents(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedder: FakeEmbedder, documents: Path
-) -> Run:
-    """`cacheblend calibrate MODEL handbook`, in this process and the test's folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("cacheblend.eval.data.documents_source.SentenceTransformerEmbedder", lambda: embedder)
-
-    def calibrate(model: Path, *options: object) -> tuple[int, str, str]:
-        small = ("--chunk-tokens", 48, "--top-k", 2, "--cases", 2, "--store-dir", "store")
-        with pytest.raises(SystemExit) as exit_:
-            cli.main(["calibrate", str(model), str(documents), *map(str, (*small, *options))])
-        captured = capsys.readouterr()
-        return int(exit_.value.code or 0), captured.out, captured.err
-
-    return calibrate
+def run(cacheblend: Run, documents: Path) -> Run:
+    """`cacheblend calibrate MODEL handbook`."""
+    small = ("--chunk-tokens", 48, "--num-chunks", 2, "--cases", 2, "--store-dir", "store")
+    return lambda model, *options: cacheblend("calibrate", model, documents, *small, *options)
 
 
 def test_the_command_and_the_engine(run: Run, model_dir: Path, fusor: Fusor, embedder: FakeEmbedder, tmp_path: Path) -> None:
@@ -267,12 +188,17 @@ def test_right_answers_count(run: Run, model_dir: Path, documents: Path) -> None
 
 
 def test_bad_options(run: Run, model_dir: Path) -> None:
-    """Options that cannot be are refused before a model is loaded, by name."""
+    """An unknown, doubled or missing setting is refused before a model is loaded, by name."""
     for options, named in (
         (("--max-kl", -1), "max_kl"),
         (("--ratios", "0,half"), "ratios"),
+        (("--ratios", ""), "ratios"),
+        (("--ratios", "0.1,0.1"), "ratios"),
+        (("--ratios", "0,1.5"), "recompute_ratio"),
         (("--selectors", "best"), "selectors"),
+        (("--selectors", ""), "selectors"),
         (("--contexts", "best"), "contexts"),
+        (("--contexts", "bos,bos"), "contexts"),
         (("--cases", 0), "cases"),
     ):
         code, _, err = run(model_dir, *options)

@@ -4,38 +4,23 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from example_files import case, write
 
-from cacheblend.cli import main as cli
-
-
-class CommandLine:
-    """Runs `cacheblend eval` in this process."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def __call__(self, *arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as exit_:
-            cli.main(["eval", *map(str, arguments)])
-        captured = self._capsys.readouterr()
-        return int(exit_.value.code or 0), captured.out, captured.err
+Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedder: object) -> CommandLine:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("CACHEBLEND_MODEL", raising=False)
-    monkeypatch.delenv("CACHEBLEND_DATA", raising=False)
-    for source in ("file_source", "documents_source"):
-        monkeypatch.setattr(f"cacheblend.eval.data.{source}.SentenceTransformerEmbedder", lambda: embedder)
-    return CommandLine(capsys)
+def run(cacheblend: Run) -> Run:
+    """Runs `cacheblend eval`."""
+    return partial(cacheblend, "eval")
 
 
-def test_a_run_prints_one_object(run: CommandLine, model_dir: Path, tmp_path: Path) -> None:
+def test_a_run_prints_one_object(run: Run, model_dir: Path, tmp_path: Path) -> None:
     """`eval SET --json` prints F1, cases and TTFT by method, leaves the run below runs/, and overwrites nothing."""
     methods = "full_recompute,full_reuse,blend"
     write(tmp_path, "musique", [case(index) for index in range(3)])
@@ -55,7 +40,7 @@ def test_a_run_prints_one_object(run: CommandLine, model_dir: Path, tmp_path: Pa
     assert "--resume" in err
 
 
-def test_a_data_set_runs_every_method(run: CommandLine, model_dir: Path, tmp_path: Path) -> None:
+def test_a_data_set_runs_every_method(run: Run, model_dir: Path, tmp_path: Path) -> None:
     """A set from its file, by every method and several ratios, in both presets."""
     at_a_ratio = ("blend", "blend_hkvd", "blend_single_shot", "blend_product", "epic", "random_tokens")
     every = ",".join(("full_recompute", "prefix_cache", "full_reuse", *at_a_ratio))
@@ -82,17 +67,21 @@ def test_a_data_set_runs_every_method(run: CommandLine, model_dir: Path, tmp_pat
     assert run("report", tmp_path / "one", "--figure", tmp_path / "loss.svg")[0] == 2
 
 
-def test_options_shape_the_prompt(run: CommandLine, model_dir: Path, tmp_path: Path) -> None:
+def test_options_shape_the_prompt(run: Run, model_dir: Path, tmp_path: Path) -> None:
     """Chunking, chunk size, number, order and prompt stand in the run's set-up; a user's documents run as a set does."""
     write(tmp_path, "musique", [case(index) for index in range(2)])
-    common = ("--model", model_dir, "--max-tokens", 2, "--methods", "full_recompute,full_reuse", "--top-k", 2, "--json")
+    common = ("--model", model_dir, "--max-tokens", 2, "--methods", "full_recompute,full_reuse", "--num-chunks", 2, "--json")
     options = ("--chunking", "passage", "--order", "gold-middle", "--prompt", "few-shot", "--chunk-tokens", 100)
     code, _, err = run("musique", "--data", tmp_path, *common, *options, "--out", tmp_path / "one")
     assert code == 0, err
     preset = json.loads((tmp_path / "one" / "setup.json").read_text())["config"]["source"]["preset"]
-    assert {"chunking": "passage", "order": "gold-middle", "prompt": "few-shot", "chunk_tokens": 100, "top_k": 2}.items() <= (
-        preset.items()
-    )
+    assert {
+        "chunking": "passage",
+        "order": "gold-middle",
+        "prompt": "few-shot",
+        "chunk_tokens": 100,
+        "num_chunks": 2,
+    }.items() <= (preset.items())
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("The desk opens at nine. " * 40)
     (tmp_path / "q.txt").write_text("When does the desk open?\n")
@@ -105,7 +94,7 @@ def test_options_shape_the_prompt(run: CommandLine, model_dir: Path, tmp_path: P
     assert found["methods"]["full_reuse"]["first_token_kl_nats"] > 0
 
 
-def test_usage_errors_exit_with_2(run: CommandLine, model_dir: Path, tmp_path: Path) -> None:
+def test_usage_errors_exit_with_2(run: Run, model_dir: Path, tmp_path: Path) -> None:
     """What is wrong is said in one line with the remedy, and no folder is made."""
     (tmp_path / "broken.jsonl").write_text(json.dumps(case(0)) + "\n{\n")
     for arguments, says in (
@@ -130,11 +119,3 @@ def test_usage_errors_exit_with_2(run: CommandLine, model_dir: Path, tmp_path: P
         assert says in err, (arguments, err)
         assert "Traceback" not in err
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize("command", ["musique", "multinews", "load", "documents", "report"])
-def test_help_has_an_example(run: CommandLine, command: str) -> None:
-    """Every command explains itself with an example."""
-    code, out, _ = run(command, "--help")
-    assert code == 0
-    assert "cacheblend eval" in out

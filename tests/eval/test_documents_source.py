@@ -78,7 +78,7 @@ def test_chunks_are_searched_in_all_documents(folder: Path, embedder: FakeEmbedd
     """Each question gets the nearest chunks of the folder, in the same prompt as the service's, after worked examples."""
     questions = folder.parent / "q.txt"
     questions.write_text("Where are rooms booked?\nWho signs off travel?\nWhy?\n")
-    preset = Preset(chunk_tokens=64, top_k=3)
+    preset = Preset(chunk_tokens=64, num_chunks=3)
     source = DocumentsSource(documents=str(folder), questions=str(questions), cases=2, preset=preset)
     tokenizer = tiny_tokenizer()
     rooms, travel = source.requests(tokenizer, None, embedder)
@@ -103,7 +103,7 @@ def test_right_answers_are_not_needed(
         line["answers"] = ["the front desk"]  # type: ignore[assignment]  # beside a text
     questions = tmp_path / "q.jsonl"
     questions.write_text("".join(json.dumps(line) + "\n" for line in asked))
-    source = DocumentsSource(documents=str(folder), questions=str(questions), preset=Preset(chunk_tokens=48, top_k=2))
+    source = DocumentsSource(documents=str(folder), questions=str(questions), preset=Preset(chunk_tokens=48, num_chunks=2))
     config = EvalConfig(source=source, model=str(model_dir), methods=("full_recompute", "full_reuse"), max_new_tokens=3)
     summary = evaluate(config, tmp_path / "run", fusor=fusor, embedder=embedder)
     reuse = summary["methods"]["full_reuse"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,16 +42,10 @@ def _own_nll(fusor: Fusor, answer: list[int]) -> float:
     return -float(torch.log_softmax(logits[len(PROMPT) - 1 : -1], -1)[torch.arange(len(answer)), wanted].sum())
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 5])
+@pytest.mark.parametrize("tokens", [1, 2, 3 * WINDOW])
 def test_teacher_forcing_is_the_models_own_forward(fusor: Fusor, tokens: int) -> None:
-    """An answer's likelihood after a prefilled prompt is that of a plain forward, sliding windows included."""
-    full = fusor.prefill(PROMPT)
-    assert answer_nll_nats(fusor, full, ANSWER[:tokens]) == pytest.approx(_own_nll(fusor, ANSWER[:tokens]), abs=1e-4)
-
-
-def test_a_long_answer_passes_the_window() -> None:
-    """An answer longer than the sliding window is marked as a plain forward does."""
-    fusor, answer = Fusor(tiny_model("gemma3")), [(7 * index) % 90 + 3 for index in range(3 * WINDOW)]
+    """An answer's likelihood after a prefilled prompt is that of a plain forward, also where it passes the sliding window."""
+    answer = [(7 * index) % 90 + 3 for index in range(tokens)]
     assert answer_nll_nats(fusor, fusor.prefill(PROMPT), answer) == pytest.approx(_own_nll(fusor, answer), abs=1e-3)
 
 
@@ -92,20 +84,11 @@ def test_a_planted_fault_in_the_cache_is_caught(fusor: Fusor) -> None:
     assert abs(answer_nll_nats(fusor, layer, ANSWER) - own) > 1e-3
 
 
-def test_kl_is_that_of_the_formula() -> None:
-    """KL runs from full recompute to the method, in nats."""
-    full, method = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.5, 0.25])
-    wanted = float((full * (full / method).log()).sum())
-    assert first_token_kl_nats(full.log(), method.log() + 3) == pytest.approx(wanted, abs=1e-6)
-
-
-def test_equal_tokens_end_at_the_first_difference() -> None:
-    """What follows a difference does not count, nor what a method says beyond full recompute's answer or its 16 tokens."""
-    assert equal_greedy_tokens([1, 2, 3, 4], [1, 2, 9, 4]) == 0.5
+def test_equal_tokens_are_counted_in_the_first_16() -> None:
+    """A difference beyond full recompute's first 16 tokens, or beyond its answer, does not count."""
     assert equal_greedy_tokens([1, 2], [1, 2, 3]) == 1
-    assert equal_greedy_tokens([1, 2, 3, 4], [1]) == 0.25
-    assert equal_greedy_tokens([1], [2]) == 0
     assert equal_greedy_tokens(range(32), [*range(16), 99]) == 1
+    assert equal_greedy_tokens([1, 2, 3, 4], [1, 2, 9, 4]) == 0.5
 
 
 def test_compute_is_a_share_of_full_prefills(fusor: Fusor) -> None:
@@ -124,12 +107,6 @@ def test_compute_is_a_share_of_full_prefills(fusor: Fusor) -> None:
     asking, chosen = _fused(fusor, 0.1, "question_attention"), _fused(fusor, 0.1, "first_tokens")
     assert asking.selection_rows == (len(QUESTION),) * (len(model.windows) - 1)
     assert compute_share(asking, model) > compute_share(chosen, model)  # the question's own pass counts
-    reused = _fused(fusor, 0.0)
-    fields = {name: getattr(reused, name) for name in ("token_ids", "recomputed", "projected", "layers")}
-    own_pass: Any = SimpleNamespace(**fields, selection_rows=[6, 6])
-    ran = sum(model._rows(torch.arange(len(PROMPT) - 6, len(PROMPT)), window) for window in model.windows[:2])
-    assert compute_share(own_pass, model) - shares[0] == pytest.approx(ran / model.full_prefill(len(PROMPT)))
-    assert compute_share(replace(reused, layers=()), model) > shares[0]
 
 
 def test_compute_is_counted_by_hand() -> None:

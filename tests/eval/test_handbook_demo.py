@@ -15,7 +15,6 @@ from cacheblend.base.errors import ModelFetchError
 from cacheblend.blend import Fusor, models
 from cacheblend.cli import main as cli
 from cacheblend.eval import handbook_demo
-from cacheblend.eval.demo_screen import page_note
 from cacheblend.eval.handbook import handbook_documents, handbook_questions
 from cacheblend.eval.handbook_demo import (
     METHODS,
@@ -69,20 +68,6 @@ def fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     return asked_for
 
 
-def test_the_page_is_opened_as_the_demo_was_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last line names the command by its path where PATH has none or another, and says how to keep a store."""
-    bin_folder = tmp_path / ".venv" / "bin"
-    bin_folder.mkdir(parents=True)
-    script = bin_folder / "cacheblend"
-    script.touch(mode=0o755)
-    monkeypatch.setattr("sys.argv", [str(script), "demo"])
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert page_note(Path("my store")).startswith(f"Open the page: {script} serve --store-dir 'my store', then http://")
-    monkeypatch.setenv("PATH", str(bin_folder))
-    assert page_note(Path("store")).startswith("Open the page: cacheblend serve --store-dir store, ")
-    assert "--store-dir DIR" in page_note(None)
-
-
 def test_the_default_model_is_fetched_with_yes_alone(fetched: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Without a terminal and --yes the error names the command that fetches the model; with --yes it is fetched."""
     assert _demo() == 2
@@ -95,33 +80,24 @@ def test_the_default_model_is_fetched_with_yes_alone(fetched: list[str], capsys:
     assert "no network; try again" in said
 
 
-@pytest.mark.parametrize("questions", ["none", "0"])
-def test_a_number_of_questions_is_checked(capsys: pytest.CaptureFixture[str], questions: str) -> None:
-    """A number of questions that cannot be asked is the user's error, named."""
-    assert _demo("--questions", questions) == 2
-    assert f"questions='{questions}'" in capsys.readouterr().err
-
-
 @pytest.mark.usefixtures("short_handbook")
 def test_json(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The one object on stdout has the model, the ingest, every question with its answers, and the methods' summaries."""
     assert _on_tiny(model_dir, "--json") == 0
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert set(told) == {"model", "dtype", "ingest", "questions", "methods", "seconds", "note"}
-    assert told["ingest"]["documents"] == 2
-    assert told["ingest"]["kv_bytes"] > 0
-    assert [row["class"] for row in told["questions"]] == ["one_place", "table"]
-    for row in told["questions"]:
+    shown: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert set(shown) == {"model", "dtype", "ingest", "questions", "methods", "seconds", "note"}
+    assert shown["ingest"]["documents"] == 2
+    assert shown["ingest"]["kv_bytes"] > 0
+    assert [row["class"] for row in shown["questions"]] == ["one_place", "table"]
+    for row in shown["questions"]:
         assert set(row["methods"]) == set(METHODS)
         assert row["methods"]["full_recompute"]["first_token_kl_nats"] == 0
         assert row["methods"]["full_recompute"]["equal_greedy_tokens"] == 1
-    full, reuse, blend = (told["methods"][method] for method in METHODS)
+    full, reuse, blend = (shown["methods"][method] for method in METHODS)
     assert set(full["answer_share_by_class"]) == {"one_place", "table"}
     assert (full["speedup"], full["recomputed_share"], full["gold_nll_over_full_nats"]) == (1, 1, 0)
     assert reuse["recomputed_share"] < blend["recomputed_share"] < 1
     assert blend["first_token_kl_nats"] > 0
-    for row in told["questions"]:
-        assert json.loads(json.dumps(AskedQuestion.from_dict(row).as_dict())) == row
 
 
 @pytest.mark.usefixtures("short_handbook")
@@ -149,11 +125,14 @@ def test_each_question_is_shown_as_it_is_answered(
 
 @pytest.mark.usefixtures("short_handbook")
 def test_some_questions_or_all(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--questions` says how many are asked, and they stand at even distances."""
+    """`--questions` says how many are asked, at even distances; no number is the user's error."""
     for given, asked in (("1", QUESTIONS[:1]), ("all", QUESTIONS), ("9", QUESTIONS)):
         assert _on_tiny(model_dir, "--questions", given, "--json") == 0
-        told = json.loads(capsys.readouterr().out)
-        assert [row["id"] for row in told["questions"]] == [item.id for item in asked]
+        shown = json.loads(capsys.readouterr().out)
+        assert [row["id"] for row in shown["questions"]] == [item.id for item in asked]
+    for given in ("none", "0"):
+        assert _demo("--questions", given) == 2
+        assert f"questions='{given}'" in capsys.readouterr().err
     every = handbook_questions()
     assert chosen_questions(every, len(every)) == every
     assert chosen_questions(every, 8) == every[::5]

@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,8 @@ from example_files import case, write
 from fakes import FakeEmbedder
 from peers import REQUEST, USAGE, peer, piece, refuse, sse
 
-from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.blend import FusionConfig, Fusor
-from cacheblend.cli import main as cli
-from cacheblend.eval.load import PERCENTILES, Sample, Target, ask, peer_target, poisson_arrivals, run_load, summarize_rate
+from cacheblend.eval.load import PERCENTILES, Sample, Target, ask, peer_target, poisson_arrivals, summarize_rate
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.http.config import HttpConfig
@@ -54,7 +53,7 @@ def test_poisson_arrivals() -> None:
 
 def test_ttft_is_the_first_text() -> None:
     """An empty first piece, which only names a role, is no text; usage comes from the last event."""
-    with peer(lambda *_: sse(piece(""), 0.3, piece("a"), 0.2, piece("b", "stop"), USAGE, "[DONE]")) as address:
+    with peer(lambda _: sse(piece(""), 0.3, piece("a"), 0.2, piece("b", "stop"), USAGE, "[DONE]")) as address:
         (seen,) = asked(address)
     assert seen.error == ""
     assert seen.ttft_s is not None
@@ -64,7 +63,7 @@ def test_ttft_is_the_first_text() -> None:
 
 def test_requests_are_sent_when_due() -> None:
     """A request is sent at its moment though those before it have no answer."""
-    with peer(lambda number, _: sse(0.0 if number else 1.0, piece("a", "stop"))) as address:
+    with peer(lambda number: sse(0.0 if number else 1.0, piece("a", "stop"))) as address:
         first, *others = asked(address, 0.0, 0.1, 0.2)
     assert all(one.due_s < one.end_s < first.end_s for one in others)
 
@@ -72,13 +71,13 @@ def test_requests_are_sent_when_due() -> None:
 @pytest.mark.parametrize(
     ("answer", "named"),
     [
-        (lambda *_: refuse(429), "429"),
-        (lambda *_: refuse(503), "503"),
-        (lambda *_: sse(piece("a"), {"error": {"message": "gone"}}), "gone"),
-        (lambda *_: sse(piece("a")), "ended before"),
-        (lambda *_: sse("{"), "JSON"),
-        (lambda *_: sse({"choices": 3}), "TypeError"),
-        (lambda *_: sse(piece(None, "stop")), ""),
+        (lambda _: refuse(429), "429"),
+        (lambda _: refuse(503), "503"),
+        (lambda _: sse(piece("a"), {"error": {"message": "gone"}}), "gone"),
+        (lambda _: sse(piece("a")), "ended before"),
+        (lambda _: sse("{"), "JSON"),
+        (lambda _: sse({"choices": 3}), "TypeError"),
+        (lambda _: sse(piece(None, "stop")), ""),
     ],
     ids=["full", "broken", "error in the stream", "cut off", "no JSON", "odd JSON", "an empty answer"],
 )
@@ -88,19 +87,6 @@ def test_what_a_server_may_do(answer: Any, named: str) -> None:
         (seen,) = asked(address)
     assert named in seen.error
     assert (seen.ttft_s is None) == bool(named)
-
-
-def test_a_server_that_is_not_there() -> None:
-    """A connection that is refused is a failed request, and an address without a server is an error before a run."""
-    target = Target(label="x", address="http://127.0.0.1:9", model="m")
-
-    async def one() -> Sample:
-        async with httpx.AsyncClient() as client:
-            return await ask(client, target, REQUEST, 4, time.perf_counter(), 0.0)
-
-    assert "Connect" in asyncio.run(one()).error
-    with pytest.raises(InputError, match="/v1/models"):
-        peer_target("x", "http://127.0.0.1:9")
 
 
 def test_what_servers_are_asked() -> None:
@@ -132,21 +118,11 @@ def test_sums_of_a_rate() -> None:
     assert (none["throughput_rps"], none["cached_share"]) == (0.0, None)
 
 
-def test_rates_are_checked() -> None:
-    """A rate that is not above 0, and fewer requests than rates, are refused by name."""
-    for rates, named in (((), "rates"), ((0.0,), "above 0"), ((1.0, 2.0), "cases")):
-        with pytest.raises(ConfigError, match=named):
-            asyncio.run(run_load([], [REQUEST], rates, max_tokens=1, timeout_s=1))
-
-
-def _load(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as left:
-        cli.main(["eval", "load", *map(str, arguments)])
-    return int(left.value.code or 0)
+Run = Callable[..., tuple[int, str, str]]
 
 
 def test_a_run_over_methods_and_a_peer(
-    tmp_path: Path, model_dir: Path, fusor: Fusor, embedder: FakeEmbedder, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, model_dir: Path, fusor: Fusor, embedder: FakeEmbedder, cacheblend: Run
 ) -> None:
     """The command asks our service by each method and a peer, at each rate, and prints one object."""
     write(tmp_path, "musique", [case(index) for index in range(6)])
@@ -160,13 +136,13 @@ def test_a_run_over_methods_and_a_peer(
         Engine(config, fusor=fusor, embedder=embedder) as engine,
         Server(config, http=HttpConfig(served_model_name="m"), engine=engine) as server,
         listening(server) as address,
-        peer(lambda *_: sse(piece("a"), piece("b", "stop"), USAGE)) as other,
+        peer(lambda _: sse(piece("a"), piece("b", "stop"), USAGE)) as other,
     ):
         servers = ("--address", address, "--peer", f"other={other}/v1", "--methods", "full_recompute,blend")
-        code = _load("musique", "--data", tmp_path, *servers, "--rates", "20,60", "--cases", 6, "--max-tokens", 3, "--json")
-    said = capsys.readouterr()
-    assert code == 0, said.err
-    steps = json.loads(said.out)["steps"]
+        few = ("--rates", "20,60", "--cases", 6, "--max-tokens", 3, "--json")
+        code, out, err = cacheblend("eval", "load", "musique", "--data", tmp_path, *servers, *few)
+    assert code == 0, err
+    steps = json.loads(out)["steps"]
     assert [(step["target"], step["rate_rps"]) for step in steps] == [
         (label, rate) for label in ("full_recompute", "blend", "other") for rate in (20.0, 60.0)
     ]
@@ -177,19 +153,20 @@ def test_a_run_over_methods_and_a_peer(
     assert cached["other"] == 0.75
 
 
-def test_usage_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors(tmp_path: Path, cacheblend: Run) -> None:
     """What is wrong is said in one line with the remedy."""
     write(tmp_path, "musique", [case(0)])
-    with peer(lambda *_: refuse(500)) as address:
+    with peer(lambda _: refuse(500)) as address:
         for arguments, says in (
             (("musique", "--data", tmp_path), "--peer"),
             (("musique", "--data", tmp_path, "--peer", "somewhere"), "NAME=URL"),
             (("musique", "--data", tmp_path, "--address", address), "is no CacheBlend service"),
             (("musique", "--data", tmp_path, "--peer", f"a={address}", "--rates", "x"), "separated by commas"),
             (("musique", "--data", tmp_path, "--peer", f"a={address}", "--rates", "1,2"), "cases"),
+            (("musique", "--data", tmp_path, "--peer", f"a={address}", "--rates", "0"), "above 0"),
             (("trivia", "--data", tmp_path, "--peer", f"a={address}"), "one of musique"),
+            (("musique", "--data", tmp_path, "--peer", "a=http://127.0.0.1:9"), "/v1/models"),
         ):
-            assert _load(*arguments) == 2
-            said = capsys.readouterr()
-            assert says in said.err
-            assert said.out == ""
+            code, out, err = cacheblend("eval", "load", *arguments)
+            assert (code, out) == (2, ""), err
+            assert says in err

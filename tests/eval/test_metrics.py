@@ -1,94 +1,39 @@
-"""Metrics agree with the official scripts; intervals and deviations are what they say."""
+"""Metrics agree with the official scripts; intervals are what they say."""
 
 from __future__ import annotations
 
-import random
-import re
-import string
 import sys
 
 import numpy as np
 import pytest
-import torch
-from rouge_score.rouge_scorer import RougeScorer
-from transformers import DynamicCache
 
 from cacheblend.base.errors import MissingExtraError
-from cacheblend.blend.fidelity import relative_kv_error
 from cacheblend.eval.metrics import exact_match, f1, paired_difference, rouge_l, rouge_scorer
 
-WORDS = [
-    "the",
-    "The",
-    "a",
-    "an",
-    "Paris,",
-    "paris",
-    "U.S.",
-    "us",
-    "co-op",
-    "1,000",
-    "1000",
-    "it's",
-    "its",
-    "",
-    "  ",
-    "é",
-    "\n",
-    "!",
-]
+
+@pytest.mark.parametrize(
+    ("prediction", "answers", "f1_", "em"),
+    [
+        ("The Cat  sat.", ["a cat sat"], 1, 1),  # case, articles, signs and spaces do not count
+        ("1,000", ["x", "1000"], 1, 1),
+        ("co-op", ["co op"], 0, 0),
+        ("cat", ["the cat sat"], 2 / 3, 0),
+        ("us us", ["U.S."], 2 / 3, 0),  # a word counts once for each time that both have it
+        ("dog", ["cat", "dog house", "big dog house"], 2 / 3, 0),  # the best of the answers
+        ("", ["the"], 0, 1),
+        ("an answer", ["theanswer"], 0, 0),
+    ],
+)
+def test_f1_and_em_are_squads(prediction: str, answers: list[str], f1_: float, em: float) -> None:
+    """F1 and EM are those of SQuAD's evaluate-v1.1.py, best over the answers."""
+    assert f1(prediction, answers) == pytest.approx(f1_)
+    assert exact_match(prediction, answers) == em
 
 
-def _squad_normalize(answer: str) -> str:
-    """Step by step as SQuAD's evaluate-v1.1.py does."""
-    answer = answer.lower()
-    answer = "".join(character for character in answer if character not in set(string.punctuation))
-    answer = re.sub(r"\b(a|an|the)\b", " ", answer)
-    return " ".join(answer.split())
-
-
-def _squad_f1(prediction: str, truth: str) -> float:
-    said, wanted = _squad_normalize(prediction).split(), _squad_normalize(truth).split()
-    left = list(wanted)
-    same = 0
-    for word in said:
-        if word in left:
-            left.remove(word)
-            same += 1
-    if same == 0:
-        return 0.0
-    precision, recall = same / len(said), same / len(wanted)
-    return 2 * precision * recall / (precision + recall)
-
-
-def _pairs(count: int) -> list[tuple[str, list[str]]]:
-    rng = random.Random(0)
-
-    def draw() -> str:
-        return " ".join(rng.choices(WORDS, k=rng.randint(0, 8)))
-
-    return [(draw(), [draw() for _ in range(rng.randint(1, 3))]) for _ in range(count)]
-
-
-def test_f1_and_em_are_squads() -> None:
-    """On 1,000 generated pairs F1 and EM are those of SQuAD's script, best over the answers."""
-    for prediction, answers in _pairs(1000):
-        assert f1(prediction, answers) == pytest.approx(max(_squad_f1(prediction, answer) for answer in answers), abs=1e-9)
-        same = any(_squad_normalize(prediction) == _squad_normalize(answer) for answer in answers)
-        assert exact_match(prediction, answers) == float(same)
-
-
-def test_rouge_l_is_rouge_scores() -> None:
-    """On 1,000 generated pairs Rouge-L is that of rouge-score with stemming, best over the answers."""
-    scorer = RougeScorer(["rougeL"], use_stemmer=True)
-    for prediction, answers in _pairs(1000):
-        wanted = max(scorer.score(answer, prediction)["rougeL"].fmeasure for answer in answers)
-        assert rouge_l(prediction, answers) == pytest.approx(wanted, abs=1e-9)
+def test_rouge_l(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rouge-L is stemmed, best over the answers; without its package the error says what to install."""
     assert rouge_l("he works", ["he working"]) == pytest.approx(1.0)
-
-
-def test_rouge_l_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without rouge-score, which a plain install does not bring, the error says what to install."""
+    assert rouge_l("a b c", ["x", "a c"]) == pytest.approx(0.8)
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
     rouge_scorer.cache_clear()
     with pytest.raises(MissingExtraError, match=r"cacheblend\[eval\]"):
@@ -106,20 +51,4 @@ def test_differences_are_paired() -> None:
     assert noisy.high is not None
     assert noisy.low < noisy.mean < noisy.high
     assert noisy.high - noisy.low == pytest.approx(4 * 0.1 / 200**0.5, rel=0.3)
-    assert paired_difference([0.5], [0.25]) == paired_difference([0.5], [0.25])
     assert paired_difference([0.5], [0.25]).low is None
-
-
-def test_deviation_is_relative() -> None:
-    """None against itself, 1 against zeros, and the squared share of a scaled cache."""
-    keys, values = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4)
-
-    def cache(scale: float) -> DynamicCache:
-        made = DynamicCache()
-        for layer in range(2):
-            made.update(scale * keys, scale * values, layer)
-        return made
-
-    assert relative_kv_error(cache(1.0), cache(1.0)) == 0
-    assert relative_kv_error(cache(0.0), cache(1.0)) == pytest.approx(1.0)
-    assert relative_kv_error(cache(1.1), cache(1.0)) == pytest.approx(0.01, rel=1e-4)

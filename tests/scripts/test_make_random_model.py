@@ -90,7 +90,7 @@ def test_bad_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (tmp_path / "out").exists()
 
 
-def test_folder_with_files_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_with_files_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder that is not empty is refused unless forced; a corpus too small for the vocabulary is refused too."""
     (tmp_path / "notes.txt").write_text("short")
     assert script.main([str(tmp_path), *TINY]) == 2
@@ -99,16 +99,3 @@ def test_folder_with_files_is_left_alone(tmp_path: Path, capsys: pytest.CaptureF
     assert "smaller vocab" in capsys.readouterr().err
     assert script.main([str(tmp_path), *TINY, "--force"]) == 0
     assert (tmp_path / "notes.txt").read_text() == "short"
-
-
-def test_bench_shape_is_the_benchmarks() -> None:
-    """`--shape bench` is the shape that speed claims are made on."""
-    bench = script.SHAPES["bench"]
-    assert (bench.hidden, bench.layers, bench.heads, bench.kv_heads, bench.intermediate, bench.vocab) == (
-        768,
-        12,
-        12,
-        4,
-        2048,
-        8192,
-    )

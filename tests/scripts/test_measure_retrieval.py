@@ -55,27 +55,17 @@ def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 
 def test_recall(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With as many chunks as there are, every gold passage is found; a chunk of it that holds no answer is none with one."""
-    found = figures(capsys, str(data), "--top-k", "4", "--way", "hybrid")
+    found = figures(capsys, str(data), "--num-chunks", "4", "--way", "hybrid")
     assert (found["passages"], found["questions"]) == (4, 3)
     assert found["hybrid"] == {"recall": 1.0, "answer": 1.0, "all": 1.0}
-    split = figures(capsys, str(data), "--top-k", "1", "--chunk-tokens", "4", "--way", "hybrid")
+    split = figures(capsys, str(data), "--num-chunks", "1", "--chunk-tokens", "4", "--way", "hybrid")
     assert split["hybrid"]["answer"] < 1
 
 
 def test_answers_go_on(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Both methods answer from stored chunks, and a run that was cut off goes on after its last whole case."""
-    arguments = [
-        str(data),
-        "--answers",
-        "--top-k",
-        "2",
-        "--chunk-tokens",
-        "64",
-        "--way",
-        "hybrid",
-        "--out",
-        str(tmp_path / "rows"),
-    ]
+    arguments = [str(data), "--answers", "--num-chunks", "2", "--chunk-tokens", "64", "--way", "hybrid"]
+    arguments += ["--out", str(tmp_path / "rows")]
     whole = figures(capsys, *arguments)
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()[1:]]
     assert [row["id"] for row in rows] == ["case-0", "case-1", "case-2"]
@@ -96,12 +86,12 @@ def test_answers_go_on(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert figures(capsys, *arguments) == whole
     assert answered == ["case-2"]
     with pytest.raises(InputError, match="choose another --out"):
-        measure_retrieval.main([*arguments, "--top-k", "1"])
+        measure_retrieval.main([*arguments, "--num-chunks", "1"])
 
 
 def test_ratio_filler_and_order(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A ratio of 1 is nearer full recompute than 0, each filler gives other KV, and another order is another prompt."""
-    arguments = [str(data), "--answers", "--top-k", "2", "--chunk-tokens", "64", "--way", "hybrid"]
+    arguments = [str(data), "--answers", "--num-chunks", "2", "--chunk-tokens", "64", "--way", "hybrid"]
     exact, reused, unfilled, last = (
         figures(capsys, *arguments, *own)["hybrid"]
         for own in (["--ratio", "1"], ["--ratio", "0"], ["--ratio", "0", "--context-filler", "none"], ["--best-last"])

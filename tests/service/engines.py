@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import torch
 from fakes import tiny_tokenizer
@@ -32,22 +33,21 @@ ODD_DOCUMENTS: list[dict[str, object]] = [
 ]
 
 
-def make_model(directory: Path, positions: int = POSITIONS) -> None:
+def make_model(directory: Path, positions: int = POSITIONS, **changes: Any) -> None:
     """Write a Llama whose q, k, v and o weights are scaled up, so that a fault in mask, rotation or cache shows."""
     tokenizer = tiny_tokenizer()
+    changes = {"hidden_size": 64, "intermediate_size": 96, "eos_token_id": tokenizer.eos_token_id, **changes}
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=96,
             num_hidden_layers=4,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=positions,
             initializer_range=0.05,
             bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
+            **changes,
         )
     )
     with torch.no_grad():

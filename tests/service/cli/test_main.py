@@ -1,25 +1,33 @@
-"""The command line as a whole: commands found by name and imported at their use."""
+"""The command line as a whole: commands found by name and imported at their use, with the options of the configs."""
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+from script_modules import load_script
 from typer.main import get_command
 
-from cacheblend.base.options import GONE_OPTIONS
-from cacheblend.cli.main import COMMANDS, Command, _LazyCommand, app, main
+from cacheblend.base.options import GONE_OPTIONS, options_of
+from cacheblend.cli.main import COMMANDS, LazyCommand, app, main
 from cacheblend.retriever.catalog import Catalog
 from cacheblend.retriever.index_folder import INDEX_FILE
+from cacheblend.service import EngineConfig
+from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.serving.config import ServingConfig
 from cacheblend.store import KVStore, StoreConfig
+
+OPTIONS = options_of(EngineConfig, ServingConfig, HttpConfig)
 
 
 def _modules_after(*arguments: str, exit_code: int = 0) -> set[str]:
-    """What a run of the command line has imported, told by a new interpreter."""
+    """The modules that a run of the command line has imported, listed by a new interpreter."""
     code = (
         "import sys\nfrom cacheblend.cli.main import main\n"
         f"try:\n    main({list(arguments)!r})\nexcept SystemExit as ended:\n    assert (ended.code or 0) == {exit_code}\n"
@@ -35,11 +43,13 @@ def test_help_is_light(arguments: tuple[str, ...]) -> None:
     assert not _modules_after(*arguments) & {"torch", "transformers", "numpy", "faiss", "fastapi", "cacheblend.blend"}
 
 
-def test_the_port_is_taken_before_libraries_load() -> None:
-    """`serve` says that the port is taken before it loads the server."""
+def test_serve_is_light_until_its_port_is_had() -> None:
+    """`serve` says that the port is taken before it loads the server, and imports nothing of the evaluation."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         modules = _modules_after("serve", "--model", "m", "--port", str(taken.getsockname()[1]), exit_code=1)
+    assert "cacheblend.cli.serve" in modules
     assert not modules & {"fastapi", "uvicorn"}
+    assert not [name for name in modules if name.startswith("cacheblend.eval")]
 
 
 def test_listing_documents_is_light(tmp_path: Path) -> None:
@@ -50,26 +60,20 @@ def test_listing_documents_is_light(tmp_path: Path) -> None:
     assert not _modules_after("documents", "ls", "--store-dir", str(tmp_path)) & {"transformers.modeling_utils", "fastapi"}
 
 
-def test_serve_imports_no_evaluation() -> None:
-    """`cacheblend serve` imports nothing of the evaluation."""
-    modules = _modules_after("serve", "--help")
-    assert "cacheblend.cli.serve" in modules
-    assert not [name for name in modules if name.startswith("cacheblend.eval")]
-
-
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
-def test_command(command: Command) -> None:
-    """Every command is there by its name, with its one line of help, and its target has help of its own."""
+def test_command(command: LazyCommand) -> None:
+    """Every command is there by its name with its line of help, and explains itself with examples; no option is a gone one."""
     group = get_command(app)
-    context = typer.Context(group)
-    assert command.name in group.list_commands(context)
-    found = group.get_command(context, command.name)
+    found = group.get_command(typer.Context(group), str(command.name))
     assert found.help == command.help
-    assert found.load().help
+    loaded = found.load()
+    for each in getattr(loaded, "commands", {"": loaded}).values():
+        assert re.search(rf"Examples?:\s+cacheblend {command.name}", each.help), each.name
+        assert GONE_OPTIONS.keys().isdisjoint(parameter.name for parameter in each.params), each.name
 
 
 def test_a_gone_option_names_its_place_taker(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A flag or a variable of an earlier version is refused with what took its place; no command has an option of its name."""
+    """A flag or a variable of an earlier version is refused with what took its place."""
     for arguments, variable in ((["serve", "--on-miss=recompute"], ""), (["store", "ls"], "CACHEBLEND_ON_MISS")):
         if variable:
             monkeypatch.setenv(variable, "recompute")
@@ -77,7 +81,33 @@ def test_a_gone_option_names_its_place_taker(monkeypatch: pytest.MonkeyPatch, ca
             main(arguments)
         assert ended.value.code == 2
         assert f"in its place: {GONE_OPTIONS['on_miss']}" in capsys.readouterr().err
-    for command in COMMANDS:
-        loaded = _LazyCommand(command).load()
-        for each in getattr(loaded, "commands", {"": loaded}).values():
-            assert GONE_OPTIONS.keys().isdisjoint(parameter.name for parameter in each.params), each.name
+
+
+def _parameters(name: str) -> dict[str, Any]:
+    command = next(each for each in COMMANDS if each.name == name)
+    return {parameter.name: parameter for parameter in command.load().params}
+
+
+def test_serve_has_every_option() -> None:
+    """Each option is a flag and a variable of `serve`, with the field's default and help."""
+    found = _parameters("serve")
+    assert found.keys() - OPTIONS.keys() == {"model", "store_dir", "config", "yes"}
+    for name, option in OPTIONS.items():
+        assert (found[name].opts, found[name].envvar, found[name].help) == ([option.flag], option.variable, option.help)
+        assert found[name].default in (option.default, None if option.default == () else option.default)
+
+
+@pytest.mark.parametrize("name", ["ask", "ingest", "profile"])
+def test_other_commands_share_options(name: str) -> None:
+    """The other commands' options of an engine are the same ones."""
+    shared = _parameters(name).keys() & OPTIONS.keys()
+    assert {"device", "dtype", "allow_unverified", "chunk_tokens"} <= shared
+    assert all(_parameters(name)[option].help == OPTIONS[option].help for option in shared)
+
+
+def test_docs_are_up_to_date() -> None:
+    """docs/options.md is what the script writes, and names every option."""
+    script = load_script("write_options")
+    page = script.options_page()
+    assert script.FILE.read_text(encoding="utf-8") == page, "run .venv/bin/python scripts/write_options.py"
+    assert set(re.findall(r"(?m)^\| `(--[a-z-]+)` \|", page)) == {option.flag for option in OPTIONS.values()}

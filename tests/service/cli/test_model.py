@@ -1,4 +1,4 @@
-"""`cacheblend model`: what it prints, and how it fails."""
+"""`cacheblend model`, `profile` and `plan`: what they print and leave, and how they fail."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from command_line import CommandLine
+from profiles import linear_profile
 
 from cacheblend.base.errors import ModelFetchError
 from cacheblend.blend import models
 from cacheblend.blend.gguf_file import FORMAT
 from cacheblend.blend.models import find_model
-from cacheblend.cli.main import main
+from cacheblend.loader import write_profile
 
 
 @pytest.fixture(autouse=True)
@@ -26,54 +28,69 @@ def _pretend_fetched(name: str) -> Path:
     return folder
 
 
-def _fails(arguments: list[str]) -> object:
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    return stopped.value.code
-
-
-def _runs(arguments: list[str]) -> None:
-    assert _fails(arguments) == 0  # the command line ends with an exit in any case
-
-
-def test_ls(capsys: pytest.CaptureFixture[str]) -> None:
-    """The list tells what is on this machine and where."""
+def test_ls(run: CommandLine) -> None:
+    """The list says what is on this machine and where."""
     folder = _pretend_fetched("smollm2-135m")
-    _runs(["model", "ls", "--json"])
-    models = {model["name"]: model for model in json.loads(capsys.readouterr().out)["models"]}
-    first, second = models["smollm2-135m"], models["gemma3-270m"]
-    assert (first["name"], first["fetched"], first["path"]) == ("smollm2-135m", True, str(folder))
-    assert (second["name"], second["fetched"], second["path"]) == ("gemma3-270m", False, None)
-    _runs(["model", "ls"])
-    assert "gemma3" in capsys.readouterr().out
+    found = {model["name"]: model for model in run("model", "ls", "--json").json["models"]}
+    assert (found["smollm2-135m"]["fetched"], found["smollm2-135m"]["path"]) == (True, str(folder))
+    assert (found["gemma3-270m"]["fetched"], found["gemma3-270m"]["path"]) == (False, None)
+    assert "gemma3" in run("model", "ls").out
 
 
-def test_get_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_get_what_is_there(run: CommandLine) -> None:
     """A second `get` does nothing and says so, in JSON and in words."""
     folder = _pretend_fetched("gemma3-270m")
-    _runs(["model", "get", "gemma3-270m", "--json"])
-    told = json.loads(capsys.readouterr().out)
-    assert told["already_there"] is True
-    assert (told["path"], told["licence"]) == (str(folder), "Gemma Terms of Use")
-    _runs(["model", "get", "gemma3-270m"])
-    assert "is there already" in capsys.readouterr().out
-
-
-def test_terms_and_unknown_names(capsys: pytest.CaptureFixture[str]) -> None:
-    """Terms that are not accepted and names that nobody knows are the user's errors."""
-    assert _fails(["model", "get", "gemma3-270m"]) == 2
-    assert "https://ai.google.dev/gemma/terms" in capsys.readouterr().err
-    assert _fails(["model", "get", "smollm"]) == 2
-    assert "known are" in capsys.readouterr().err
+    found = run("model", "get", "gemma3-270m", "--json").json
+    assert (found["already_there"], found["path"], found["licence"]) == (True, str(folder), "Gemma Terms of Use")
+    assert "is there already" in run("model", "get", "gemma3-270m").out
 
 
 @pytest.mark.parametrize("flag", ["--accept-licence", "--accept-license"])
-def test_either_spelling(flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both spellings accept the terms; what fails then is the download, which is no error of usage."""
+def test_terms_names_and_downloads(flag: str, run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Terms that are not accepted, in either spelling, and unknown names are the user's errors; a failed download is not."""
 
     def nothing(*_: object) -> Path:
         raise ModelFetchError("no network")
 
     monkeypatch.setattr(models.fetch_model, "__kwdefaults__", {**models.fetch_model.__kwdefaults__, "download": nothing})
-    assert _fails(["model", "get", "gemma3-270m", flag]) == 1
-    assert "no network" in capsys.readouterr().err
+    for arguments, code, says in (
+        (("gemma3-270m",), 2, "https://ai.google.dev/gemma/terms"),
+        (("smollm",), 2, "known are"),
+        (("gemma3-270m", flag), 1, "no network"),
+    ):
+        outcome = run("model", "get", *arguments)
+        assert (outcome.code, says in outcome.err) == (code, True)
+
+
+def test_profile_then_plan(run: CommandLine) -> None:
+    """From the file that `profile` leaves beside the store, `plan` compares the devices, sorted by price."""
+    small = ("--length", "16", "--length", "64", "--ratio", "0.25", "--repeats", "1", "--chunk-tokens", "16")
+    measured = run("profile", str(run.model), "--store-dir", str(run.store), *small, "--json").json
+    assert [sample["tokens"] for sample in measured["prefill"]] == [16, 64]
+    assert Path(str(measured["file"])).parent == run.store / "profiles"
+    plan = run("plan", str(measured["file"]), "--tokens", "48", "--json").json
+    assert plan["profiled_on"] == measured["device"]
+    prices = [row["price_per_month"] for row in plan["devices"]]
+    assert prices == sorted(prices)
+
+
+def test_cheapest_without_delay(run: CommandLine, tmp_path: Path) -> None:
+    """The cheapest device that adds no delay is named, as a table and as JSON."""
+    profile = str(write_profile(tmp_path, linear_profile()))
+    plan = run("plan", profile, "--tokens", "1000", "--json").json
+    assert plan["cheapest"] == next(row["device"] for row in plan["devices"] if row["adds_no_delay"])
+    assert "1,000 reused tokens" in run("plan", profile, "--tokens", "1000").out
+
+
+def test_bad_profiles_and_plans(run: CommandLine, tmp_path: Path) -> None:
+    """What is missing or out of range ends in one line that names it, and nothing is written."""
+    profile = str(write_profile(tmp_path, linear_profile()))
+    for arguments, code, says in (
+        (("plan", "nowhere.json"), 1, "nowhere.json"),
+        (("plan", profile, "--tokens", "0"), 2, "tokens=0"),
+        (("plan", profile, "--ratio", "2"), 2, "ratio=2.0"),
+        (("profile", str(run.model), "--store-dir", str(run.store), "--length", "0"), 2, "lengths=(0,)"),
+    ):
+        outcome = run(*arguments)
+        assert (outcome.code, outcome.out, says in outcome.err) == (code, "", True)
+    assert not run.store.exists()

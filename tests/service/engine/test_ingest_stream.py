@@ -18,7 +18,6 @@ import torch
 from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, TOP_K, OpenEngine, head_of, key_of
 from fakes import FakeEmbedder
 from prompts import assert_same_kv
-from rich.console import Console
 
 from cacheblend.base.errors import InputError
 from cacheblend.base.progress import Progress
@@ -191,16 +190,16 @@ def test_progress(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     now = 100.0
     monkeypatch.setattr("cacheblend.cli.terminal.time.monotonic", lambda: now)
     stream = DocumentStream([str(file)])
-    with IngestProgress(Console(stderr=True, width=200), stream, StreamSize(20, 4000)) as progress:
+    with IngestProgress(stream, StreamSize(20, 4000)) as progress:
         stream.characters = 1000
         show(progress, 5, 0)
         now = 110.0
         stream.characters = 2000
         show(progress, 9, 5000)
-        assert progress.line(now) == "9 of 20 documents, 5,000 tokens, 500 tokens/s, 0:00:20 left"
+        assert progress.line() == "9 of 20 documents, 5,000 tokens, 500 tokens/s, 0:00:20 left"
         show(progress, 10, 6000)
     assert capsys.readouterr().err == "9 of 20 documents, 5,000 tokens, 500 tokens/s, 0:00:20 left\n"
-    with IngestProgress(Console(stderr=True, width=200), stream, StreamSize(1, 4000)) as progress:
+    with IngestProgress(stream, StreamSize(1, 4000)) as progress:
         stream.characters = 4000  # one long document, read at once
         show(progress, 0, 0)
         now += 20
@@ -213,14 +212,17 @@ def test_progress(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         show(progress, 0, 0)
         progress.tokens = 100
         progress.note("precompute", 1, 10)
-        assert progress.line(now + 10) == "0 of 1 documents, 100 tokens, 10 tokens/s, 0:01:30 left"
-    with IngestProgress(Console(stderr=True, width=200), None, StreamSize(20, 4000)) as progress:
+        now += 10
+        assert progress.line() == "0 of 1 documents, 100 tokens, 10 tokens/s, 0:01:30 left"
+    with IngestProgress(None, StreamSize(20, 4000)) as progress:
         show(progress, 5, 900)  # of documents that others read
-        assert progress.line(now + 10) == "5 of 20 documents, 900 tokens, 90 tokens/s, 0:00:30 left"
-    with IngestProgress(Console(stderr=True), stream, None) as progress:
-        assert progress.line(now) == "0 documents, 0 tokens"
+        now += 10
+        assert progress.line() == "5 of 20 documents, 900 tokens, 90 tokens/s, 0:00:30 left"
+    with IngestProgress(stream, None) as progress:
+        assert progress.line() == "0 documents, 0 tokens"
         progress.documents, progress.tokens = 1, 70
-        assert progress.line(now + 10) == "1 documents, 70 tokens, 7 tokens/s"
+        now += 10
+        assert progress.line() == "1 documents, 70 tokens, 7 tokens/s"
 
 
 def test_progress_of_one_long_text(file: Path, monkeypatch: pytest.MonkeyPatch, open_engine: OpenEngine) -> None:
@@ -237,9 +239,9 @@ def test_progress_of_one_long_text(file: Path, monkeypatch: pytest.MonkeyPatch, 
             now += 10 if stage == "precompute" else 0
             super().note(stage, done, total)
             if stage == "precompute":
-                lines.append(self.line(now))
+                lines.append(self.line())
 
-    with open_engine() as engine, Slow(Console(stderr=True), stream, StreamSize(1, len(text))) as progress:
+    with open_engine() as engine, Slow(stream, StreamSize(1, len(text))) as progress:
         report = engine.ingest_stream(stream, progress)
     assert report.tokens * 2 > len(text)
     assert report.computed >= 16
