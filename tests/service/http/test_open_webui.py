@@ -12,54 +12,24 @@ from typing import Any
 
 import httpx
 import pytest
-from api import MODEL, listening
+from api import MODEL, bearer, key_of, serving
 from engines import QUESTION
 
 from cacheblend.service import Engine
-from cacheblend.service.http.config import HttpConfig
-from cacheblend.service.http.server import Server
+from cacheblend.service.http.schemas import OF_OPEN_WEBUI
 
-KEY = "cb-open-webui"
 PAGE = "http://localhost:3000"
-# The last five where its ENABLE_FORWARD_USER_INFO_HEADERS is set.
-HEADERS = {
-    "Content-Type": "application/json",
-    "Authorization": f"Bearer {KEY}",
-    "X-OpenWebUI-User-Name": "Ada",
-    "X-OpenWebUI-User-Id": "u",
-    "X-OpenWebUI-User-Email": "ada@example.org",
-    "X-OpenWebUI-User-Role": "user",
-    "X-OpenWebUI-Chat-Id": "5f0c8a8e",
-}
-# As its page makes them for a chat. Its server takes them out, for a direct connection too; they are taken all the same.
-OF_THE_PAGE: dict[str, Any] = {
-    "chat_id": "5f0c8a8e-2f8a-4b0e-9c0c-1d1c0a1b2c3d",
-    "session_id": "Vq3nXy",
-    "id": "b1d1c0a1",
-    "message_id": "b1d1c0a1",
-    "parent_id": "a0",
-    "parent_message": {"id": "a0", "role": "user", "content": QUESTION, "childrenIds": ["b1d1c0a1"]},
-    "user_message": None,
-    "features": {"voice": False, "image_generation": False, "code_interpreter": False, "web_search": False},
-    "variables": {"{{USER_NAME}}": "Ada", "{{CURRENT_DATE}}": "2026-11-23"},
-    "background_tasks": {"title_generation": True, "tags_generation": True, "follow_up_generation": True},
-    "model_item": {"id": MODEL, "object": "model", "owned_by": "openai", "openai": {"id": MODEL}, "urlIdx": 0},
-    "filter_ids": [],
-    "tool_ids": ["web"],
-    "tool_servers": [],
-    "skill_ids": None,
-    "metadata": {"user_id": "u", "chat_id": "5f0c8a8e", "features": {}, "files": None},
-}
-# A message with what Open WebUI has retrieved itself.
+# The last one where its ENABLE_FORWARD_USER_INFO_HEADERS is set.
+HEADERS = {"Content-Type": "application/json", **bearer("one"), "X-OpenWebUI-User-Name": "Ada"}
+# As its page adds them to a chat. Its server takes them out, for a direct connection too; they are taken all the same.
+OF_THE_PAGE: dict[str, Any] = {field: {"any": ["value"]} for field in f"{OF_OPEN_WEBUI} metadata".split()}
 
 
 @pytest.fixture
 def webui(engine: Engine) -> Iterator[httpx.Client]:
     """Open WebUI's server, or its page."""
-    http = HttpConfig(served_model_name=MODEL, api_key=KEY, cors_origins=(PAGE,))
     with (
-        Server(engine.config, http=http, engine=engine) as server,
-        listening(server) as address,
+        serving(engine, api_key=key_of("one"), cors_origins=(PAGE,)) as (_, address),
         httpx.Client(base_url=f"{address}/v1", timeout=60, headers=HEADERS) as client,
     ):
         yield client
@@ -93,13 +63,15 @@ def test_direct_connection(webui: httpx.Client) -> None:
     """A browser of a named origin may ask first, and then chat with all that the page sends; one of another origin may not."""
 
     def preflight_of(path: str, method: str, origin: dict[str, str]) -> httpx.Response:
-        ask = {"Access-Control-Request-Method": method, "Access-Control-Request-Headers": "authorization,content-type"}
+        headers = "authorization,content-type,x-stainless-lang"  # the last of OpenAI's own client
+        ask = {"Access-Control-Request-Method": method, "Access-Control-Request-Headers": headers}
         return httpx.options(f"{webui.base_url}{path}", headers={**ask, **origin})
 
     for path, method in (("models", "GET"), ("chat/completions", "POST")):  # a preflight request sends no key
         preflight = preflight_of(path, method, {"Origin": PAGE})
         assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, PAGE)
-        assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+        assert {"authorization", "x-stainless-lang"} <= set(preflight.headers["access-control-allow-headers"].split(","))
+        assert "access-control-allow-credentials" not in preflight.headers
     body = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 6}
     plain = text_of(pieces(webui, body))
     assert text_of(pieces(webui, {**body, **OF_THE_PAGE}, headers={"Origin": PAGE})) == plain

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from api import MODEL
 from engines import DOCUMENTS, QUESTION, TOP_K
 
 from cacheblend.service import Engine
-from cacheblend.service.http.schemas import GenerationBody
+from cacheblend.service.http.schemas import OF_CLIENTS
 
 MESSAGES = [{"role": "user", "content": QUESTION}]
 
@@ -124,16 +125,6 @@ def test_stop_and_seed(openai_client: openai.OpenAI) -> None:
     assert text(temperature=1.5, seed=3) == sampled != text(temperature=1.5, seed=4)
 
 
-def test_models(openai_client: openai.OpenAI) -> None:
-    """The one model is listed and found; another is not found."""
-    assert [model.id for model in openai_client.models.list()] == [MODEL]
-    assert openai_client.models.retrieve(MODEL).id == MODEL
-    with pytest.raises(openai.NotFoundError):
-        openai_client.models.retrieve("gpt-5")
-    with pytest.raises(openai.NotFoundError, match="there is no model"):
-        openai_client.chat.completions.create(model="gpt-5", messages=MESSAGES)
-
-
 def test_num_chunks_and_top_k(openai_client: openai.OpenAI, engine: Engine) -> None:
     """`num_chunks` retrieves, as many as there are; `top_k` is sampling's, as vLLM's clients send it."""
     for document in DOCUMENTS[2:]:  # what is left fits into one prompt
@@ -150,20 +141,8 @@ def test_num_chunks_and_top_k(openai_client: openai.OpenAI, engine: Engine) -> N
         assert top_k != 1 or sampled.choices[0].message.content == greedy.choices[0].message.content
 
 
-IGNORED: dict[str, object] = {
-    "user": "me",
-    "metadata": {"chat": "1"},
-    "store": True,
-    "service_tier": "auto",
-    "safety_identifier": "s",
-    "prompt_cache_key": "k",
-    "prompt_cache_retention": "24h",
-    "reasoning_effort": "low",
-    "verbosity": "low",
-    "parallel_tool_calls": True,
-    "prediction": {"type": "content", "content": "x"},
-}
 NEUTRAL: dict[str, object] = {
+    "parallel_tool_calls": True,
     "modalities": ["text"],
     "tools": [],
     "tool_choice": "none",
@@ -176,17 +155,33 @@ NEUTRAL: dict[str, object] = {
 
 
 def test_fields_that_change_nothing(client: httpx.Client, openai_client: openai.OpenAI) -> None:
-    """Harmless fields that clients and gateways send change no answer."""
+    """Harmless fields that clients and gateways send change no answer, whatever they hold."""
+    ignored = {field: {"any": ["value"]} for field in OF_CLIENTS.split()}
     plain = openai_client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=8)
     chat = openai_client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, max_tokens=8, extra_body={**IGNORED, **NEUTRAL, "functions": None}
+        model=MODEL, messages=MESSAGES, max_tokens=8, extra_body={**ignored, **NEUTRAL, "functions": None}
     )
     assert chat.choices[0].message.content == plain.choices[0].message.content
-    for field, value in {**IGNORED, **NEUTRAL}.items():
+    for field, value in {**ignored, **NEUTRAL}.items():
         for given in (value, None):
             response = client.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1, field: given})
             assert response.status_code == 200, (field, given, response.text)
     back = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
     turns = [*MESSAGES, {"role": "assistant", "content": "Nothing.", **back}, *MESSAGES]
     assert client.post("/v1/chat/completions", json={"messages": turns, "max_tokens": 1, "num_chunks": 1}).status_code == 200
-    assert set(IGNORED) - {"parallel_tool_calls"} == GenerationBody.ignored
+
+
+def test_embeddings(engine: Engine, openai_client: openai.OpenAI) -> None:
+    """OpenAI's client gets the embedder's very vectors, as floats and in the base64 that it asks for by itself."""
+    texts = [QUESTION, "Another text, of other words.", "  注意力机制 and naïve café 🙂 "]
+    expected = engine.retriever.embedder.encode(texts)
+    name = engine.retriever.embedder.name
+    for options in ({"model": name}, {"model": MODEL, "encoding_format": "float"}, {"model": name, "dimensions": 384}):
+        if "dimensions" in options:
+            options["dimensions"] = engine.retriever.embedder.dimensions
+        answer = openai_client.embeddings.create(input=texts, **options)
+        assert [one.index for one in answer.data] == [0, 1, 2]
+        np.testing.assert_allclose(np.array([one.embedding for one in answer.data]), expected, rtol=1e-6)
+        assert answer.usage.prompt_tokens > len(texts)
+    one = openai_client.embeddings.create(model=name, input=QUESTION)
+    np.testing.assert_allclose(one.data[0].embedding, expected[0], rtol=1e-6)

@@ -24,27 +24,6 @@ from cacheblend.service.serving.config import ServingConfig
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4}
 
 
-def test_documents(client: httpx.Client) -> None:
-    """A document is uploaded, listed, shown, replaced, pinned and deleted; its id may hold a slash."""
-    path = "/v1/documents/notes/one"
-    report = client.post("/v1/documents", json={"documents": [{"id": "notes/one", "title": "One", "text": "first words"}]})
-    assert report.status_code == 201
-    assert (report.json()["added"], report.json()["computed"]) == (1, 1)
-    assert {document["id"] for document in client.get("/v1/documents").json()["data"]} == {
-        "notes/one",
-        *(document["id"] for document in DOCUMENTS),
-    }
-    shown = client.get(path).json()
-    assert "".join(part["text"] for part in shown["content"]) == "One\nfirst words"
-    assert [(part["lines"], part["headings"]) for part in shown["content"]] == [([1, 1], [])]
-    assert not shown["pinned"]
-    assert client.put(path, json={"text": "other words"}).json()["replaced"] == 1
-    assert client.post(f"{path}/pin", json={}).json()["pinned"]
-    assert not client.post(f"{path}/pin", json={"pinned": False}).json()["pinned"]
-    assert client.delete(path).json() == {"id": "notes/one", "object": "document", "deleted": True}
-    assert client.get(path).status_code == 404
-
-
 def test_counters(client: httpx.Client, engine: Engine) -> None:
     """The counters tell what a request did, and no label holds anything of the request."""
 

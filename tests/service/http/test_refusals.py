@@ -15,7 +15,13 @@ import pytest
 from api import MODEL, listening
 from engines import DOCUMENTS, QUESTION
 
-from cacheblend.base.errors import StoreFullError
+from cacheblend.base.errors import (
+    BudgetTooSmallError,
+    DamagedDocumentError,
+    DocumentChangedError,
+    ShuttingDownError,
+    StoreFullError,
+)
 from cacheblend.service import Engine
 from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.server import Server
@@ -64,17 +70,13 @@ def messages(*turns: object) -> dict[str, Any]:
 # A change of a chat that is right, and what the message begins with or has.
 CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"model": "other"}, "use 'tiny'"),
-    ({"model": 7}, "model: must be a valid string"),
     ({"max_tokens": 0}, "max_tokens: must be greater than or equal to 1"),
-    ({"max_tokens": "9"}, "max_tokens: must be a valid integer"),
-    ({"temperature": -1}, "temperature: must be greater than or equal to 0"),
     ({"top_p": 0}, "top_p: must be greater than 0"),
     ({"top_k": -2}, "top_k: must be greater than or equal to -1"),
     ({"stop": ["a"] * 9}, "stop: must have at most 4 items"),
     ({"stop": 7}, "stop: must be a text, or a list of them"),
     ({"method": "magic"}, "full_recompute"),
     ({"recompute_ratio": 2}, "recompute_ratio: must be less than or equal to 1"),
-    ({"num_chunks": 9999}, "num_chunks: must be less than or equal to 1000"),
     ({"num_chunks": 2, "documents": [{"text": "x"}]}, "num_chunks: leave it out beside documents"),
     ({"documents": []}, "documents is empty"),
     ({"documents": [{"text": "x"}] * 1001}, "max_documents=1000"),
@@ -82,15 +84,10 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"cache_salt": "x" * 999}, "cache_salt: must have at most 256 characters"),
     ({"unknown": 1}, "unknown: is no field of this request; leave it out"),
     ({"modalities": ["text", "audio"]}, "modalities.1: must be 'text'"),
-    ({"web_search_options": {}}, "web_search_options: is no field of this request; leave it out"),
-    ({"audio": {"voice": "x"}}, "audio: is no field of this request; leave it out"),
     ({"functions": [{"name": "f"}]}, "functions: must have at most 0 items"),
     ({"function_call": {"name": "f"}}, "function_call: must be 'none' or 'auto'"),
     ({"n": 17}, "n: must be less than or equal to 16"),
-    ({"presence_penalty": 2.1}, "presence_penalty: must be less than or equal to 2"),
     ({"frequency_penalty": "1"}, "frequency_penalty: must be a valid number"),
-    ({"repetition_penalty": 0}, "repetition_penalty: must be greater than 0"),
-    ({"min_p": 2}, "min_p: must be less than or equal to 1"),
     ({"logit_bias": {"x": 1}}, "logit_bias: 'x' is no token id"),
     ({"logit_bias": {"999999": 1}}, "logit_bias: '999999' is no token id"),
     ({"logit_bias": {"1": 101}}, "logit_bias.1: must be less than or equal to 100"),
@@ -104,7 +101,6 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
     (schema(nested(40)), "levels deep"),
     (schema({"enum": ["x" * 70_000]}), "65536 characters"),
     ({"tools": [called("a b")]}, "tools.0.function.name: must match"),
-    ({"tools": [called("x" * 65)]}, "tools.0.function.name: must match"),
     ({"tools": [called(f"f{place}") for place in range(33)]}, "tools: must have at most 32 items"),
     ({"tools": [called(), called()]}, "tools: two have the same name"),
     ({"tools": [called(description="x" * 70_000)]}, "tools: has more than 65536 characters"),
@@ -257,6 +253,8 @@ def test_too_much(client: httpx.Client) -> None:
     long = {"documents": [{"id": "long", "text": "word " * 10_000_000}]}
     assert "max_body_bytes=33554432" in refused(client.post(UPLOADS, json=long), 413)["message"]
     assert "max_completion_bytes=1048576" in refused(client.post(CHATS, json={**CHAT, **long}), 413)["message"]
+    chunked = client.post("/none", content=iter([b" " * 2**20, b" "]), headers=JSON)  # says no length before
+    assert "max_completion_bytes=1048576" in refused(chunked, 413)["message"]
     many = {"documents": [{"id": str(number), "text": f"number {number}"} for number in range(10_000)]}
     for response in (client.post(UPLOADS, json=many), client.post(CHATS, json={**CHAT, **many})):
         error = refused(response)
@@ -350,25 +348,37 @@ def test_full_queue(engine: Engine) -> None:
         assert client.post(CHATS, json=CHAT).status_code == 503
 
 
-def test_nothing_is_said_of_the_inside(
-    client: httpx.Client, engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("error", "status", "code", "said"),
+    [
+        (RuntimeError("secret"), 500, "internal_error", "request's id"),
+        (StoreFullError("no room on the disk for /srv/secret/kv"), 507, "store_full", "there is no room"),
+        (BudgetTooSmallError("it does not fit the store's byte budget"), 507, "store_full", "the store's byte budget"),
+        (DocumentChangedError("a"), 409, "document_changed", "'a' was deleted or replaced"),
+        (DamagedDocumentError("a"), 500, "document_damaged", "ingest it again"),
+        (ShuttingDownError("the service is shutting down"), 503, None, "shutting down"),
+    ],
+    ids=repr,
+)
+def test_errors_of_the_engine(
+    client: httpx.Client,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    status: int,
+    code: str,
+    said: str,
 ) -> None:
-    """An error that nobody foresaw is a 500 with a request id, a full disk is a 507; the log has their texts and folders."""
+    """Each has its status and says what to do; what nobody foresaw, and folders, are in the log, under the request's id."""
 
-    def fail(error: Exception) -> Any:
-        def raising(*_: object, **__: object) -> None:
-            raise error
+    def fail(*_: object, **__: object) -> None:
+        raise error
 
-        return raising
-
-    monkeypatch.setattr(engine.store, "stats", fail(RuntimeError("secret path")))
-    response = client.get("/v1/store", headers={"X-Request-Id": "mine-1"})
-    assert refused(response, 500)["code"] == "internal_error"
+    monkeypatch.setattr(engine, "ingest", fail)
+    response = client.put(f"{UPLOADS}/a", json={"text": "x"}, headers={"X-Request-Id": "mine-1"})
+    found = refused(response, status)
+    assert (found["code"], said in found["message"]) == (code, True)
     assert "secret" not in response.text
     assert response.headers["X-Request-Id"] == "mine-1"
-    monkeypatch.setattr(engine, "ingest", fail(StoreFullError("no room on the disk for /srv/tenants/acme/kv")))
-    response = client.post(UPLOADS, json={"documents": [{"id": "a", "text": "x"}]})
-    assert refused(response, 507)["code"] == "store_full"
-    assert "acme" not in response.text
-    assert "secret path" in caplog.text
-    assert "/srv/tenants/acme/kv" in caplog.text
+    assert (str(error) in caplog.text and "mine-1" in caplog.text) is (status != 503 and status != 409)

@@ -159,6 +159,8 @@ def test_penalties_and_biases(engine: Engine, openai_client: openai.OpenAI) -> N
     sampled = {"temperature": 2.0, "seed": 3}
     assert complete(openai_client, **sampled, extra_body={"min_p": 1.0}).choices[0].text == plain.choices[0].text
     assert complete(openai_client, **sampled).choices[0].text != plain.choices[0].text
+    nearly_none = complete(openai_client, temperature=1e-300, seed=3)  # too small to divide by
+    assert nearly_none.choices[0].text == plain.choices[0].text
 
 
 def test_others_are_not_changed(openai_client: openai.OpenAI) -> None:

@@ -1,4 +1,4 @@
-"""Files uploaded as forms: read as documents, followed while they are, and refused without a path of the server."""
+"""Documents listed by pages and by files; files uploaded as forms: read, followed, refused without a path of the server."""
 
 from __future__ import annotations
 
@@ -40,6 +40,47 @@ def texts(client: httpx.Client, prefix: str) -> dict[str, str]:
             content = client.get(f"/v1/documents/{document['id'].replace('#', '%23')}").json()["content"]
             shown[document["id"]] = "".join(chunk["text"] for chunk in content).removeprefix(f"{document['title']}\n")
     return shown
+
+
+def test_pages(client: httpx.Client) -> None:
+    """A list comes in pages like OpenAI's, each telling whether more follow and after which id."""
+    ids, after = [], {}
+    while True:
+        page = client.get("/v1/documents", params={"limit": 2, **after}).raise_for_status().json()
+        assert page["object"] == "list"
+        own = [document["id"] for document in page["data"]]
+        assert (page["first_id"], page["last_id"]) == (own[0], own[-1])
+        ids += own
+        if not page["has_more"]:
+            break
+        after = {"after": page["last_id"]}
+    assert ids == [document["id"] for document in DOCUMENTS]
+    whole = client.get("/v1/documents").json()
+    assert ([document["id"] for document in whole["data"]], whole["has_more"]) == (ids, False)
+    nothing = client.get("/v1/documents", params={"after": ids[-1]}).json()
+    assert nothing == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
+
+
+def test_files(client: httpx.Client) -> None:
+    """By file, pages are one document, whose name pins and deletes them."""
+    pages = [{"id": f"r.pdf#page={page}", "text": f"page {page}"} for page in (1, 2)]
+    client.post("/v1/documents", json={"documents": pages}).raise_for_status()
+    listed = client.get("/v1/documents", params={"by": "file"}).json()
+    assert [document["id"] for document in listed["data"]] == [*(document["id"] for document in DOCUMENTS), "r.pdf"]
+    assert listed["data"][-1]["parts"] == 2
+    shown = client.get("/v1/documents/r.pdf").json()
+    assert [chunk["document_id"] for chunk in shown["content"]] == [page["id"] for page in pages]
+    assert client.post("/v1/documents/r.pdf/pin", json={"pinned": True}).json()["pinned"]
+    assert client.delete("/v1/documents/r.pdf").json()["deleted"]
+    assert client.delete("/v1/documents/r.pdf").status_code == 404
+
+
+@pytest.mark.parametrize("params", [{"limit": 0}, {"limit": 1001}, {"limit": "x"}, {"after": "nothing"}, {"by": "x"}])
+def test_bad_pages(client: httpx.Client, params: dict[str, object]) -> None:
+    """A page that there is not is refused, with the parameter's name."""
+    response = client.get("/v1/documents", params=params)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == next(iter(params))
 
 
 def test_a_file_is_a_document(client: httpx.Client) -> None:
