@@ -43,8 +43,6 @@ def ask(
     Examples:
         cacheblend ask "Who founded the company?"
 
-        cacheblend ask "Who founded the company?" --model ./model
-
         cacheblend ask "Who founded the company?" -m ./model --method full_recompute --json
     """
     if not store_dir.is_dir():

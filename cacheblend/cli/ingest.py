@@ -238,13 +238,7 @@ def _print_skipped(report: SourceReport) -> None:
 
 
 def _agree(config: EngineConfig, geometry: KVGeometry, tokens: int | None, *, yes: bool) -> None:
-    """Print an ingest's need of disk, and ask where that is much.
-
-    Args:
-        config: of the engine.
-        geometry: of the model's KV.
-        tokens: about how many the documents have; None where that is not known.
-        yes: do not ask.
+    """Print how much disk the KV of about `tokens` tokens needs, and ask where that is much; None if they are not known.
 
     Raises:
         InputError: it is much, and nobody can be asked.

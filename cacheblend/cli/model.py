@@ -50,11 +50,7 @@ def get(
 
 
 def _fetch(model: KnownModel, *, accept_licence: bool = False) -> bool:
-    """Fetch a known model unless it is there, licence and progress on stderr; False where it was there already.
-
-    Raises:
-        InputError, ModelFetchError: see `fetch_model`.
-    """
+    """`fetch_model` with licence and progress on stderr; False where the model was there already."""
     from cacheblend.blend.models import fetch_model
 
     if not model.is_fetched:
@@ -76,10 +72,9 @@ def ls(as_json: options.Json = False) -> None:
     if as_json:
         terminal.print_json({"models": rows})
         return
-    columns = ("model", "family", "licence", "parameters", "download", "on disk")
     millions = ("parameters", "download_bytes", "bytes")
     shown = ([row["name"], row["family"], row["licence"], *(f"{row[name] / 1e6:,.0f} M" for name in millions)] for row in rows)
-    terminal.print_table(columns, shown)
+    terminal.print_table(("model", "family", "licence", "parameters", "download", "on disk"), shown)
 
 
 def _row(model: KnownModel) -> dict[str, Any]:

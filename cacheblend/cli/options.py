@@ -73,10 +73,10 @@ class Settings:
 def accepts(
     *configs: type, only: Collection[str] | None = None, without: Collection[str] = (), **defaults: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a command with the options of config classes, in place of its parameter `settings: Settings`.
+    """Decorate a command with the options of config classes, nested ones too, in place of its parameter `settings: Settings`.
 
     Args:
-        configs: nested ones included.
+        configs: the classes.
         only: names of the options that have an effect on the command; left out, all.
         without: names of options that have none.
         defaults: of options that differ here.

@@ -8,9 +8,9 @@ import logging.config
 import os
 import socket
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -27,27 +27,6 @@ from . import options, terminal
 from .model import choose_model
 
 logger = logging.getLogger(__name__)
-
-
-def read_serve_file(file: Path, known: Collection[str]) -> dict[str, Any]:
-    """The options of a file; `known` names those there are.
-
-    Raises:
-        InputError: the file cannot be read, or is not TOML.
-        ConfigError: an option that there is not.
-    """
-    try:
-        values = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read {file}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} is not TOML: {error}") from error
-    unknown = [name for name in values if name not in known and name != "tenants"]
-    refuse_gone(unknown)
-    if unknown:  # whose value may be a key in the wrong place, and is not shown
-        allowed = f"{file} may set {', '.join(sorted(known))}, and [tenants.NAME] tables"
-        raise ConfigError("option", unknown[0], allowed)
-    return values
 
 
 def tenants_of(tables: object) -> list[TenantConfig]:
@@ -89,10 +68,25 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _read_config(context: typer.Context, file: Path | None) -> Path | None:
-    """The file's values become the defaults, so flags and variables win over them."""
-    if file is not None:
-        known = {parameter.name or "" for parameter in context.command.params} - {"config", "as_json"}
-        context.default_map = {**(context.default_map or {}), **read_serve_file(file, known)}
+    """Make the values of a TOML file the defaults, so that flags and variables win over them.
+
+    Raises:
+        InputError: the file cannot be read, or is not TOML.
+        ConfigError: an option that there is not.
+    """
+    if file is None:
+        return None
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read {file}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} is not TOML: {error}") from error
+    known = {parameter.name or "" for parameter in context.command.params} - {"config"}
+    if unknown := sorted(values.keys() - known - {"tenants"}):  # whose values may be keys in the wrong place, and are not shown
+        refuse_gone(unknown)
+        raise ConfigError("option", unknown[0], f"{file} may set {', '.join(sorted(known))}, and [tenants.NAME] tables")
+    context.default_map = {**(context.default_map or {}), **values}
     return file
 
 

@@ -33,11 +33,7 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 def open_store(store_dir: Path, config: StoreConfig | None = None) -> KVStore:
-    """The store of a folder, looked at without evicting from it.
-
-    Raises:
-        InputError: the folder holds no store.
-    """
+    """The store of a folder, looked at without evicting from it; raises InputError if the folder holds none."""
     directory = store_dir / KV_FOLDER
     if not directory.is_dir():
         raise InputError(f"{store_dir} holds no store; give the --store-dir that documents were ingested into")

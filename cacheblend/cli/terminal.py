@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 LOADING = "loading libraries"
 LINE_EVERY_S = 10.0  # of progress, where there is no terminal
-OnProgress = Callable[[str, int, int], None]
 
 # C0 but for tab and line feed, DEL, C1, what turns the direction of writing, and halves of surrogate pairs.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -70,7 +69,6 @@ class VisibleFormatter(logging.Formatter):
     """Log lines for a terminal, made `visible`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Write a record."""
         return visible(super().format(record))
 
 
@@ -116,11 +114,7 @@ def print_result(value: Mapping[str, object], line: str, as_json: bool) -> None:
 
 
 def confirm(question: str, remedy: str = "give --yes") -> None:
-    """Ask on the terminal, and end the command unless the answer is yes.
-
-    Raises:
-        InputError: nobody can be asked; the message has the remedy.
-    """
+    """Ask on the terminal, and end the command unless the answer is yes; raises InputError where nobody can be asked."""
     if not sys.stdin.isatty():
         raise InputError(f"{question} There is no terminal to ask on; {remedy}")
     typer.confirm(visible(question), abort=True, err=True)
@@ -152,27 +146,21 @@ def shown_stages() -> Iterator[None]:
 
 
 @contextmanager
-def progress_bars() -> Iterator[OnProgress]:
+def progress_bars() -> Iterator[progress.Note]:
     """A bar a stage on stderr, where that is a terminal and `--quiet` was not given."""
     columns = (*Progress.get_default_columns(), MofNCompleteColumn())
     with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as bars:
         tasks: dict[str, Any] = {}
 
         def report(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done, total=total)
+            task = tasks[stage] if stage in tasks else tasks.setdefault(stage, bars.add_task(stage))
+            bars.update(task, completed=done, total=total)
 
         yield report
 
 
 class LiveLine(ExitStack):
-    """A line on stderr that changes on a terminal, else a line every ten seconds, as a log wants it; a context manager.
-
-    Args:
-        first: the line before the first one that is shown, on a terminal.
-        line_every_s: where there is no terminal.
-    """
+    """A line on stderr that changes on a terminal, and else comes every `line_every_s` seconds, as a log wants it."""
 
     def __init__(self, first: str = "reading", line_every_s: float = LINE_EVERY_S) -> None:
         super().__init__()
@@ -180,7 +168,6 @@ class LiveLine(ExitStack):
         self._status = self.enter_context(stderr.status(first)) if stderr.is_terminal else None
 
     def show(self, line: str) -> None:
-        """Show a line."""
         now = time.monotonic()
         if self._status is not None:
             self._status.update(Text(visible(line)))
@@ -197,17 +184,14 @@ class _Stages(logging.Handler):
         self._line = line
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show a stage."""
         if hasattr(record, "stage"):
             self._line.show(record.getMessage())
 
 
 class IngestProgress(LiveLine, progress.Progress):
-    """Documents and tokens done, the speed, and the time that is left.
+    """Documents and tokens done, the speed since the first chunk began to be computed, and the time that is left.
 
-    The speed is that since the first chunk began to be computed, so that documents which are skipped promise no early end. What
-    is done is counted in characters: documents are read a batch at a time, and of a batch the share of its computed chunks is
-    done.
+    Progress is counted in characters, of a batch by the share of its computed chunks; skipped documents promise no early end.
 
     Args:
         stream: the documents being read; None where others read them, and only finished documents are known.
@@ -223,13 +207,11 @@ class IngestProgress(LiveLine, progress.Progress):
         self._batch_share, self._embedding = 0.0, ""
 
     def note(self, stage: str, done: int, total: int) -> None:
-        """Show how much of the batch is computed."""
         if stage == "precompute":
             self._batch_share = done / total
             self.note_batch()
 
     def note_windows(self, done: int, total: int) -> None:
-        """Show how much of the batch is embedded."""
         self._embedding = f"embedding {done:,} of {total:,} windows"
         self.check()
 
