@@ -103,6 +103,8 @@ def test_usage_errors_exit_with_2(run: Run, model_dir: Path, tmp_path: Path) -> 
         (("musique", "--data", tmp_path, "--model", model_dir, "--methods", "magic"), "random_tokens"),
         (("musique", "--data", tmp_path, "--model", model_dir, "--ratios", "0.1,lots"), "separated by commas"),
         (("musique", "--data", tmp_path, "--model", model_dir, "--cases", "0"), "cases"),
+        (("musique", "--data", tmp_path, "--model", model_dir, "--max-tokens", "0"), "at least 1"),
+        (("musique", "--data", tmp_path, "--model", model_dir, "--kv-cache-dtype", "int3"), "int8"),
         (("musique", "--data", tmp_path, "--model", model_dir, "--device", "abacus"), "abacus"),
         (("musique", "--data", tmp_path, "--model", model_dir, "--resume"), "--out"),
         (("musique", "--model", model_dir), "CACHEBLEND_DATA"),

@@ -1,10 +1,12 @@
-"""`cacheblend demo`: which of its forms runs, what it refuses, and the handbook's figures."""
+"""`cacheblend demo` and its handbook: clean documents with answers in them, what is shown, what is refused, and the figures."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,6 @@ from fakes import FakeEmbedder
 
 from cacheblend.base.errors import ModelFetchError
 from cacheblend.blend import Fusor, models
-from cacheblend.cli import main as cli
 from cacheblend.eval import handbook_demo
 from cacheblend.eval.handbook import handbook_documents, handbook_questions
 from cacheblend.eval.handbook_demo import (
@@ -29,34 +30,60 @@ from cacheblend.retriever import DEFAULT_EMBEDDER, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.config import read_examples
 
-QUESTIONS = [handbook_questions()[0], handbook_questions()[30]]
+EVERY, TEXTS = handbook_questions(), {document["id"]: document["text"] for document in handbook_documents()}
+QUESTIONS = [EVERY[0], EVERY[30]]
 DOCUMENTS = [document for document in handbook_documents() if document["id"] in {item.gold[0] for item in QUESTIONS}]
 for _document in DOCUMENTS:
     _document["text"] = _document["text"][:600]
 
 
+def _stands_in(answer: str, text: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text, re.IGNORECASE) is not None
+
+
+def test_documents() -> None:
+    """Ids are sorted file names, titles are different first headings, and no character is odd."""
+    documents = handbook_documents()
+    assert [document["id"] for document in documents] == sorted(TEXTS)
+    assert len({document["title"] for document in documents}) == len(documents)
+    for document in documents:
+        assert document["text"].startswith(f"# {document['title']}\n\n")
+        assert {sign for sign in document["text"] if not (sign == "\n" or " " <= sign <= "~")} <= set("£€¥")
+
+
+def test_questions() -> None:
+    """Forty different questions in three classes; the first answer, of five words at most, stands in a gold document."""
+    assert Counter(question.question_class for question in EVERY) == {"one_place": 20, "across": 10, "table": 10}
+    assert len({question.id for question in EVERY}) == len({question.question for question in EVERY}) == 40
+    for question in EVERY:
+        assert len(question.gold) == (2 if question.question_class == "across" else 1), question.id
+        assert 1 <= len(question.answers[0].split()) <= 5, question.id
+        assert any(_stands_in(question.answers[0], TEXTS[name]) for name in question.gold), question.id
+
+
+def test_a_table_answer_is_a_cell() -> None:
+    """The answer to a question about a table is a cell of one in the gold document."""
+    for question in EVERY:
+        if question.question_class == "table":
+            rows = (row.split("|")[2:-1] for row in TEXTS[question.gold[0]].splitlines() if row.startswith("| "))
+            assert any(question.answers[0] in map(str.strip, cells) for cells in rows), question.id
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
 @pytest.fixture
-def short_handbook(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two short documents and two questions, of two classes, and an embedder that needs no model."""
+def demo(cacheblend: Run, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the demo on the tiny model, two short documents and two questions of two classes, without an embedding model."""
     monkeypatch.setattr("cacheblend.eval.handbook.handbook_documents", lambda: DOCUMENTS)
     monkeypatch.setattr("cacheblend.eval.handbook.handbook_questions", lambda: QUESTIONS)
     fake = FakeEmbedder(name=DEFAULT_EMBEDDER)
     monkeypatch.setattr("cacheblend.retriever.retriever.SentenceTransformerEmbedder", lambda _: fake)
+    return partial(cacheblend, "demo", model_dir, "--chunk-tokens", 64, "--num-chunks", 2, "--max-tokens", 4)
 
 
-def _demo(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["demo", *arguments])
-    return int(stopped.value.code or 0)
-
-
-def _on_tiny(model_dir: Path, *arguments: str) -> int:
-    return _demo(str(model_dir), "--chunk-tokens", "64", "--num-chunks", "2", "--max-tokens", "4", *arguments)
-
-
-@pytest.fixture
-def fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """The models that would be fetched, into an empty cache; none can be had."""
+def test_the_default_model_is_fetched_with_yes_alone(cacheblend: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a terminal and --yes the error names the command that fetches the model; with --yes it is fetched."""
     asked_for: list[str] = []
 
     def nothing(model: models.KnownModel, **_: object) -> bool:
@@ -65,26 +92,19 @@ def fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(models, "fetch_model", nothing)
-    return asked_for
+    code, _, err = cacheblend("demo")
+    assert (code, asked_for, f"cacheblend model get {models.DEFAULT_MODEL}" in err) == (2, [], True)
+    code, _, err = cacheblend("demo", "--yes")
+    assert (code, asked_for) == (1, [models.DEFAULT_MODEL])
+    assert f"No --model was given: using {models.DEFAULT_MODEL}" in err
+    assert "no network; try again" in err
 
 
-def test_the_default_model_is_fetched_with_yes_alone(fetched: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a terminal and --yes the error names the command that fetches the model; with --yes it is fetched."""
-    assert _demo() == 2
-    assert fetched == []
-    assert f"cacheblend model get {models.DEFAULT_MODEL}" in capsys.readouterr().err
-    assert _demo("--yes") == 1
-    assert fetched == [models.DEFAULT_MODEL]
-    said = capsys.readouterr().err
-    assert f"No --model was given: using {models.DEFAULT_MODEL}" in said
-    assert "no network; try again" in said
-
-
-@pytest.mark.usefixtures("short_handbook")
-def test_json(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json(demo: Run) -> None:
     """The one object on stdout has the model, the ingest, every question with its answers, and the methods' summaries."""
-    assert _on_tiny(model_dir, "--json") == 0
-    shown: dict[str, Any] = json.loads(capsys.readouterr().out)
+    code, out, err = demo("--json")
+    assert code == 0, err
+    shown: dict[str, Any] = json.loads(out)
     assert set(shown) == {"model", "dtype", "ingest", "questions", "methods", "seconds", "note"}
     assert shown["ingest"]["documents"] == 2
     assert shown["ingest"]["kv_bytes"] > 0
@@ -100,9 +120,8 @@ def test_json(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert blend["first_token_kl_nats"] > 0
 
 
-@pytest.mark.usefixtures("short_handbook")
 def test_each_question_is_shown_as_it_is_answered(
-    model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    demo: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the next question is asked the one before stands on stdout with its answers and times, and `begin` before all."""
     shown = list[str]()
@@ -113,7 +132,7 @@ def test_each_question_is_shown_as_it_is_answered(
             yield asked
 
     monkeypatch.setattr(handbook_demo, "ask_handbook", watched)
-    assert _on_tiny(model_dir) == 0
+    assert demo()[0] == 0
     first, second = shown
     assert "2 questions" in first
     assert QUESTIONS[0].question not in first
@@ -123,35 +142,28 @@ def test_each_question_is_shown_as_it_is_answered(
     assert "\x1b" not in "".join(shown)
 
 
-@pytest.mark.usefixtures("short_handbook")
-def test_some_questions_or_all(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_some_questions_or_all(demo: Run) -> None:
     """`--questions` says how many are asked, at even distances; no number is the user's error."""
     for given, asked in (("1", QUESTIONS[:1]), ("all", QUESTIONS), ("9", QUESTIONS)):
-        assert _on_tiny(model_dir, "--questions", given, "--json") == 0
-        shown = json.loads(capsys.readouterr().out)
-        assert [row["id"] for row in shown["questions"]] == [item.id for item in asked]
+        found = json.loads(demo("--questions", given, "--json")[1])
+        assert [row["id"] for row in found["questions"]] == [item.id for item in asked]
     for given in ("none", "0"):
-        assert _demo("--questions", given) == 2
-        assert f"questions='{given}'" in capsys.readouterr().err
-    every = handbook_questions()
-    assert chosen_questions(every, len(every)) == every
-    assert chosen_questions(every, 8) == every[::5]
+        code, _, err = demo("--questions", given)
+        assert (code, f"questions='{given}'" in err) == (2, True)
+    assert chosen_questions(EVERY, len(EVERY)) == EVERY
+    assert chosen_questions(EVERY, 8) == EVERY[::5]
 
 
-@pytest.mark.usefixtures("short_handbook")
-def test_words_and_a_kept_store(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Questions, table and note are printed; a store that was kept offers the questions, and nothing is computed again."""
-    store = ("--store-dir", str(tmp_path / "store"))
-    assert _on_tiny(model_dir, *store) == 0
-    first = capsys.readouterr().out
+def test_words_and_a_store_that_stays(demo: Run, tmp_path: Path) -> None:
+    """Questions, table and note are printed; a store that stays offers the questions, and nothing is computed again."""
+    _, first, _ = demo("--store-dir", tmp_path / "store")
     assert all(item.question in first for item in QUESTIONS)
     assert "tokens/s" in first
     assert "set-up" in first
+    assert f"cacheblend serve --store-dir {tmp_path / 'store'}" in first
     offered = read_examples(tmp_path / "store")
-    assert offered
-    assert set(offered) <= {item.question for item in QUESTIONS}
-    assert _on_tiny(model_dir, *store) == 0
-    assert "no KV to compute" in capsys.readouterr().out
+    assert set() < set(offered) <= {item.question for item in QUESTIONS}
+    assert "no KV to compute" in demo("--store-dir", tmp_path / "store")[1]
 
 
 def test_random_weights_are_told(model_dir: Path, fusor: Fusor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

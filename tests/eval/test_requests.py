@@ -6,6 +6,7 @@ import copy
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from example_files import case, write
@@ -83,49 +84,52 @@ def test_long_cases_lose_chunks_from_the_middle() -> None:
         make_request(EXAMPLE, [0], chunks, [9, 9], 3)
 
 
+def requests(folder: Path, embedder: FakeEmbedder, name: str, **options: Any) -> list[Request]:
+    """The requests of a data set in a folder, in the tiny tokenizer's tokens."""
+    return list(FileSource(name=name, data=str(folder), **options).requests(tiny_tokenizer(), None, embedder))
+
+
+def texts_of(request: Request) -> list[str]:
+    return [tiny_tokenizer().decode(chunk) for chunk in request.prompt.chunk_ids]
+
+
 def test_the_papers_prompt(tmp_path: Path, embedder: FakeEmbedder) -> None:
     """A case's own passages are split, the nearest chunk stands first, and the question asks for five words."""
     write(tmp_path, "musique", [case(3), case(4)])
-    tokenizer = tiny_tokenizer()
-    requests = list(FileSource(name="musique", data=str(tmp_path)).requests(tokenizer, None, embedder))
-    assert [request.example.id for request in requests] == ["case-3", "case-4"]
-    for request, number in zip(requests, (3, 4), strict=True):
-        assert tokenizer.decode(request.prompt.chunk_ids[0]).startswith(f"Title {number}")
-        assert tokenizer.decode(request.prompt.suffix).startswith(
-            f"Question: Where does person {number} live? Answer within 5 words."
-        )
+    for request, number in zip(requests(tmp_path, embedder, "musique"), (3, 4), strict=True):
+        assert request.example.id == f"case-{number}"
+        assert texts_of(request)[0].startswith(f"Title {number}")
+        asked = f"Question: Where does person {number} live? Answer within 5 words."
+        assert tiny_tokenizer().decode(request.prompt.suffix).startswith(asked)
         assert max(map(len, request.prompt.chunk_ids)) <= 516
-    assert len(list(FileSource(name="musique", data=str(tmp_path), cases=1).requests(tokenizer, None, embedder))) == 1
+    assert len(requests(tmp_path, embedder, "musique", cases=1)) == 1
 
 
 def test_the_extended_preset_shares_a_corpus(tmp_path: Path, embedder: FakeEmbedder) -> None:
     """Cases come shuffled by the seed, the first sixth as warm-up, with chunks of all cases' passages."""
     write(tmp_path, "2wikimqa_shared", [case(index) for index in range(12)])
-    source = FileSource(name="2wikimqa_shared", data=str(tmp_path), preset=PRESETS["extended"])
-    requests = list(source.requests(tiny_tokenizer(), None, embedder))
-    ids = [request.example.id for request in requests]
-    assert sorted(ids) == sorted(f"case-{index}" for index in range(12))
-    assert ids != [f"case-{index}" for index in range(12)]
-    assert [request.is_warm_up for request in requests] == [True] * 2 + [False] * 10
-    assert all(len(request.prompt.chunk_ids) == 6 for request in requests)  # more than a case has
-    again = FileSource(name="2wikimqa_shared", data=str(tmp_path), preset=PRESETS["extended"], seed=1)
-    seen: list[tuple[int, int]] = []
+    given = requests(tmp_path, embedder, "2wikimqa_shared", preset=PRESETS["extended"])
+    ids, in_order = [request.example.id for request in given], [f"case-{index}" for index in range(12)]
+    assert ids != in_order
+    assert sorted(ids) == sorted(in_order)
+    assert [request.is_warm_up for request in given] == [True] * 2 + [False] * 10
+    assert all(len(request.prompt.chunk_ids) == 6 for request in given)  # more than a case has
+    again, seen = FileSource(name="2wikimqa_shared", data=str(tmp_path), preset=PRESETS["extended"], seed=1), list[Any]()
     others = again.requests(tiny_tokenizer(), None, embedder, on_corpus=lambda *step: seen.append(step))
     assert [request.example.id for request in others] != ids
     assert seen[-1] == (24, 24)
 
 
 def test_few_shot_examples_are_chunks(tmp_path: Path, embedder: FakeEmbedder) -> None:
-    """SAMSum's passages stay whole and in order, cut to 3,400 tokens from the middle, and the dialogue is the question."""
+    """SAMSum's passages stay in order and undivided, cut to 3,400 tokens from the middle, and the dialogue is the question."""
     passages = [{"title": "", "text": f"Dialogue: number {index} " + "talk " * 100 + "\nSummary: talk"} for index in range(40)]
     write(tmp_path, "samsum", [case(0, passages=passages, question="Dialogue: hello", task="summarization")])
-    tokenizer = tiny_tokenizer()
-    (request,) = FileSource(name="samsum", data=str(tmp_path)).requests(tokenizer, None, embedder)
+    (request,) = requests(tmp_path, embedder, "samsum")
     assert len(request.prompt.token_ids) <= 3400 < len(request.prompt.token_ids) + request.cut_tokens
-    texts = [tokenizer.decode(chunk) for chunk in request.prompt.chunk_ids]
-    assert texts[0].startswith("Dialogue: number 0 ")
-    assert texts[-1].startswith("Dialogue: number 39 ")
-    assert tokenizer.decode(request.prompt.suffix) == "Dialogue: hello\nSummary:"
+    first, *_, last = texts_of(request)
+    assert first.startswith("Dialogue: number 0 ")
+    assert last.startswith("Dialogue: number 39 ")
+    assert tiny_tokenizer().decode(request.prompt.suffix) == "Dialogue: hello\nSummary:"
     with pytest.raises(ConfigError, match="extended"):
         FileSource(name="samsum", preset=PRESETS["extended"])
 
@@ -134,23 +138,20 @@ def test_passages_are_chunks(tmp_path: Path, embedder: FakeEmbedder) -> None:
     """With passage chunking each passage, title and text, is one chunk in the file's order; num_chunks takes the first ones."""
     passages = [{"title": f"Title {index}", "text": f"Town {index} has a river. " * (40 + index)} for index in range(5)]
     write(tmp_path, "musique", [case(0, passages=passages)])
-    tokenizer = tiny_tokenizer()
+    write(tmp_path, "samsum", [case(0, passages=passages, task="summarization")])
 
-    def chunks(preset: Preset, limit: int | None = None) -> list[str]:
-        source = FileSource(name="musique", data=str(tmp_path), preset=preset)
-        (request,) = source.requests(tokenizer, limit, embedder)
-        return [tokenizer.decode(chunk) for chunk in request.prompt.chunk_ids]
+    def chunks(name: str = "musique", **preset: Any) -> list[str]:
+        (request,) = requests(tmp_path, embedder, name, preset=Preset(**preset))
+        return texts_of(request)
 
     texts = [f"{passage['title']}\n{passage['text']}\n\n" for passage in passages]
-    assert chunks(Preset(chunking="passage")) == texts
-    assert chunks(Preset(chunking="passage", num_chunks=3)) == texts[:3]
-    assert chunks(Preset(chunking="passage", order="reversed")) == texts[::-1]
-    split = chunks(Preset(chunking="split", chunk_tokens=128))
+    assert chunks(chunking="passage") == texts
+    assert chunks(chunking="passage", num_chunks=3) == texts[:3]
+    assert chunks(chunking="passage", order="reversed") == texts[::-1]
+    split = chunks(chunking="split", chunk_tokens=128)
     assert len(split) == 6
-    assert all(len(tokenizer(text).input_ids) <= 132 for text in split)
-    write(tmp_path, "samsum", [case(0, passages=passages, task="summarization")])
-    source = FileSource(name="samsum", data=str(tmp_path), preset=Preset(num_chunks=2))
-    assert [len(request.prompt.chunk_ids) for request in source.requests(tokenizer, None, embedder)] == [2]
+    assert all(len(tiny_tokenizer()(text).input_ids) <= 132 for text in split)
+    assert len(chunks("samsum", num_chunks=2)) == 2
 
 
 @pytest.mark.parametrize("changes", [{"chunking": "word"}, {"order": "best"}, {"prompt": "haiku"}, {"num_chunks": 0}])
