@@ -65,3 +65,13 @@ def cacheblend(
         return int(exit_.value.code or 0), captured.out, captured.err
 
     return run
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    """A folder of two documents of several chunks."""
+    folder = tmp_path / "handbook"
+    folder.mkdir()
+    (folder / "travel.md").write_text("# Travel\n\n" + "Travel abroad is signed off by the head of the unit. " * 25)
+    (folder / "rooms.txt").write_text("Rooms are booked at the front desk before noon. " * 25)
+    return folder

@@ -19,15 +19,6 @@ from cacheblend.eval.run.runner import evaluate
 NEARNESS = ("first_token_kl_nats", "gold_nll_nats", "gold_nll_over_full_nats", "equal_greedy_tokens", "compute_share")
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    documents = tmp_path / "handbook"
-    documents.mkdir()
-    (documents / "travel.md").write_text("Travel abroad is signed off by the head of the unit. " * 30)
-    (documents / "rooms.txt").write_text("Rooms are booked at the front desk before noon. " * 30)
-    return documents
-
-
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -52,10 +43,8 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, says: str) -> None:
 def test_files_of_questions(tmp_path: Path) -> None:
     """Lines of text are questions, JSON lines may have answers and an id; other files are refused."""
     (tmp_path / "a.txt").write_text("Who?\n\n  Where?  \n")
-    assert [(example.id, example.question) for example in read_questions(tmp_path / "a.txt")] == [
-        ("1", "Who?"),
-        ("3", "Where?"),
-    ]
+    found = list(read_questions(tmp_path / "a.txt"))
+    assert [(example.id, example.question) for example in found] == [("1", "Who?"), ("3", "Where?")]
     (tmp_path / "a.jsonl").write_text('{"question": "Who?", "answers": ["she", "her"], "id": "q"}\n{"question": "Where?"}\n')
     found = list(read_questions(tmp_path / "a.jsonl"))
     assert [(example.id, example.answers) for example in found] == [("q", ("she", "her")), ("2", ())]
@@ -74,12 +63,12 @@ def test_settings_are_checked() -> None:
         DocumentsSource(documents="d", questions="q.txt", cases=0)
 
 
-def test_chunks_are_searched_in_all_documents(folder: Path, embedder: FakeEmbedder) -> None:
+def test_chunks_are_searched_in_all_documents(documents: Path, embedder: FakeEmbedder) -> None:
     """Each question gets the nearest chunks of the folder, in the same prompt as the service's, after worked examples."""
-    questions = folder.parent / "q.txt"
+    questions = documents.parent / "q.txt"
     questions.write_text("Where are rooms booked?\nWho signs off travel?\nWhy?\n")
     preset = Preset(chunk_tokens=64, num_chunks=3)
-    source = DocumentsSource(documents=str(folder), questions=str(questions), cases=2, preset=preset)
+    source = DocumentsSource(documents=str(documents), questions=str(questions), cases=2, preset=preset)
     tokenizer = tiny_tokenizer()
     rooms, travel = source.requests(tokenizer, None, embedder)
     assert {len(request.prompt.chunks) for request in (rooms, travel)} == {3}
@@ -87,7 +76,7 @@ def test_chunks_are_searched_in_all_documents(folder: Path, embedder: FakeEmbedd
     assert {chunk.document for chunk in travel.prompt.chunks} == {("travel.md", "")}
     assert "Question: In which season" in tokenizer.decode(rooms.prompt.prefix)
     assert tokenizer.decode(rooms.prompt.suffix) == "Question: Where are rooms booked?\nAnswer:"
-    empty = folder.parent / "empty"
+    empty = documents.parent / "empty"
     empty.mkdir()
     with pytest.raises(InputError, match="holds no"):
         list(DocumentsSource(documents=str(empty), questions=str(questions)).requests(tokenizer, None, embedder))
@@ -95,7 +84,7 @@ def test_chunks_are_searched_in_all_documents(folder: Path, embedder: FakeEmbedd
 
 @pytest.mark.parametrize("answered", [0, 1, 2])
 def test_right_answers_are_not_needed(
-    folder: Path, fusor: Fusor, model_dir: Path, embedder: FakeEmbedder, tmp_path: Path, answered: int
+    documents: Path, fusor: Fusor, model_dir: Path, embedder: FakeEmbedder, tmp_path: Path, answered: int
 ) -> None:
     """KL and equal tokens come without right answers; F1 and likelihoods over the questions that have one."""
     asked = [{"question": "Where are rooms booked?"}, {"question": "Who signs off travel?"}]
@@ -103,7 +92,7 @@ def test_right_answers_are_not_needed(
         line["answers"] = ["the front desk"]  # type: ignore[assignment]  # beside a text
     questions = tmp_path / "q.jsonl"
     questions.write_text("".join(json.dumps(line) + "\n" for line in asked))
-    source = DocumentsSource(documents=str(folder), questions=str(questions), preset=Preset(chunk_tokens=48, num_chunks=2))
+    source = DocumentsSource(documents=str(documents), questions=str(questions), preset=Preset(chunk_tokens=48, num_chunks=2))
     config = EvalConfig(source=source, model=str(model_dir), methods=("full_recompute", "full_reuse"), max_new_tokens=3)
     summary = evaluate(config, tmp_path / "run", fusor=fusor, embedder=embedder)
     reuse = summary["methods"]["full_reuse"]

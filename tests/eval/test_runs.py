@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,9 @@ def test_a_run_is_whole(config: EvalConfig, fusor: Fusor, embedder: FakeEmbedder
 def test_a_killed_run_goes_on(
     config: EvalConfig, fusor: Fusor, embedder: FakeEmbedder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run killed within its fourth case, its last line torn, gives the rows of one that was not."""
-    evaluate(config, tmp_path / "whole", fusor=fusor, embedder=embedder)
+    """A run killed within its fourth case, its last line torn, gives the rows of one that was not; nothing is overwritten."""
+    run = partial(evaluate, fusor=fusor, embedder=embedder)
+    run(config, tmp_path / "unbroken")
     run_case = CaseRunner.run
 
     def killed(self: CaseRunner, request: Any, index: int) -> dict[str, Any]:
@@ -81,33 +83,24 @@ def test_a_killed_run_goes_on(
 
     monkeypatch.setattr(CaseRunner, "run", killed)
     with pytest.raises(KeyboardInterrupt):
-        evaluate(config, tmp_path / "cut", fusor=fusor, embedder=embedder)
+        run(config, tmp_path / "cut")
     monkeypatch.undo()
     with (tmp_path / "cut" / "rows.jsonl").open("a") as file:
         file.write('{"case": 3, "id": "2-')
     before = RunFolder(tmp_path / "cut").rows()
     assert [row["case"] for row in before] == [0, 1, 2]
     assert summarize(RunFolder(tmp_path / "cut"))["cases"] == 3
-    evaluate(config, tmp_path / "cut", resume=True, fusor=fusor, embedder=embedder)
+    with pytest.raises(InputError, match="exists; choose another --out"):
+        run(config, tmp_path / "cut")
+    with pytest.raises(InputError, match="another set-up"):
+        run(replace(config, max_new_tokens=2), tmp_path / "cut", resume=True)
+    with pytest.raises(InputError, match="not the folder of a run"):
+        run(config, tmp_path / "nothing", resume=True)
+    assert not (tmp_path / "nothing").exists()
+    run(config, tmp_path / "cut", resume=True)
     after = RunFolder(tmp_path / "cut").rows()
     assert after[:3] == before
-    assert untimed(after) == untimed(RunFolder(tmp_path / "whole").rows())
-
-
-def test_nothing_is_overwritten(config: EvalConfig, fusor: Fusor, embedder: FakeEmbedder, tmp_path: Path) -> None:
-    """A folder that exists is refused, and so is going on with another set-up, or where no run is."""
-    run = tmp_path / "run"
-    evaluate(config, run, fusor=fusor, embedder=embedder)
-    before = (run / "rows.jsonl").read_bytes()
-    with pytest.raises(InputError, match="exists; choose another --out"):
-        evaluate(config, run, fusor=fusor, embedder=embedder)
-    other = replace(config, max_new_tokens=2)
-    with pytest.raises(InputError, match="another set-up"):
-        evaluate(other, run, resume=True, fusor=fusor, embedder=embedder)
-    with pytest.raises(InputError, match="not the folder of a run"):
-        evaluate(config, tmp_path / "nothing", resume=True, fusor=fusor, embedder=embedder)
-    assert (run / "rows.jsonl").read_bytes() == before
-    assert not (tmp_path / "nothing").exists()
+    assert untimed(after) == untimed(RunFolder(tmp_path / "unbroken").rows())
 
 
 def test_random_weights_have_no_quality(

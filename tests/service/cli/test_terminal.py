@@ -20,15 +20,7 @@ from cacheblend.retriever import document
 
 # Clears the screen; names the window; writes to the clipboard; clears it by C1; a link; a markup error; text backwards.
 LINK = "[link=http://evil.example]x[/link]"
-HOSTILE = (
-    "\x1b[2J",
-    "\x1b]0;owned\x07",
-    "\x1b]52;c;cm0=\x07",
-    "\x9b2J",
-    LINK,
-    "[/]",
-    "\u202ecod.exe",
-)
+HOSTILE = ("\x1b[2J", "\x1b]0;owned\x07", "\x1b]52;c;cm0=\x07", "\x9b2J", LINK, "[/]", "\u202ecod.exe")
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
