@@ -103,13 +103,9 @@ class ChatChoice(TextChoice):
 class CallReader:
     """Finds the calls in one answer's text as it comes.
 
-    A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, or an answer that is only such an object, as a model
-    writes it that is held to one. Text is held back from where a call may begin. What is no complete call of one of the
-    tools stays text.
-
-    Args:
-        names: of the tools; without any all is text.
-        max_calls: calls that are taken; what comes after is dropped.
+    A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` with the name of a tool, or an answer that is only such
+    an object. Text is held back from where a call may begin; what is no complete call stays text. Calls after `max_calls` are
+    dropped.
     """
 
     def __init__(self, names: Collection[str], max_calls: int | None = None) -> None:
@@ -199,11 +195,7 @@ def answer_report(body: GenerationBody, served: ServedRequest, done: Done) -> di
 
 
 def usage(choices: Mapping[int, Done]) -> dict[str, Any]:
-    """OpenAI's `usage` of all choices, by index.
-
-    `cached_tokens` are those whose KV was there before, `recomputed_tokens` how many of the reusable ones were recomputed, in
-    the mean over layers 1 and up.
-    """
+    """OpenAI's `usage` of all choices, by index; `recomputed_tokens` of the reusable ones are the mean over layers 1 and up."""
     plan = choices[0].answer.plan
     completion_tokens = sum(len(done.answer.token_ids) for done in choices.values())
     return {
@@ -215,9 +207,7 @@ def usage(choices: Mapping[int, Done]) -> dict[str, Any]:
 
 
 def chunk_report(done: Done, tokenizer: Any) -> list[dict[str, Any]]:
-    """The chunks of a prompt, in order, with the tier of each one's KV ("computed" if none was used), and each token's text, KV
-    deviation, and share of the layers that recomputed it.
-    """
+    """A prompt's chunks in order: origin, tier of the KV, and each token's text, deviation, share of recomputing layers."""
     plan, chunks = done.answer.plan, done.answer.chunks
     share_N = torch.zeros(plan.prompt_tokens)
     for positions in (later := plan.recomputed[1:]):

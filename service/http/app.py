@@ -34,8 +34,7 @@ from cacheblend.service.engine.engine import Engine
 
 from . import chat, documents
 from .config import LOOPBACK
-from .guard import PAGE_FILES, ApiError, Guard, JsonRoute, answer_error, refused
-from .metrics import RequestLog
+from .guard import PAGE_FILES, ApiError, Guard, JsonRoute, RequestLog, answer_error, refused
 from .schemas import EmbeddingsBody
 from .server import Server, run_call, run_document_call
 
@@ -87,7 +86,7 @@ def create_app(server: Server) -> FastAPI:
             allow_headers=["*"],  # OpenAI's JavaScript client sends headers of its own
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(RequestLog, metrics=server.metrics)
+    app.add_middleware(RequestLog, errors=server.metrics.errors)
     return app
 
 

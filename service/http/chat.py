@@ -98,12 +98,7 @@ def lay_out_completion(engine: Engine, body: CompletionBody) -> dict[str, Any]:
 
 
 def sampling_of(body: GenerationBody, grammars: GrammarCompiler) -> Sampling:
-    """A body's options of sampling that `Engine.prepare` has not.
-
-    Raises:
-        ApiError: a bias is of no token; JSON cannot be asked for here.
-        InputError: a schema that cannot be enforced.
-    """
+    """A body's options of sampling that `Engine.prepare` has not; refuses biases of no token and JSON that cannot be had."""
     bias, words, asked = body.logit_bias or {}, grammars.words, body.answer_schema
     if wrong := [key for key in bias if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < words)]:
         raise refused("logit_bias", f"{wrong[0][:40]!a} is no token id of this model, which has {words}")
@@ -211,12 +206,7 @@ class Generation:
             self._server.scheduler.submit(served)
 
     async def next(self) -> tuple[int, Piece | Done]:
-        """The next event, and of which choice; every `LOOK_FOR_CLIENT_S` it is looked for the client.
-
-        Raises:
-            ClientGoneError: nobody waits for it.
-            Exception: the error of a choice that failed.
-        """
+        """The next event, and of which choice; raises the error of one that failed, and ClientGoneError if nobody waits."""
         while True:
             if time.monotonic() >= self._looked + LOOK_FOR_CLIENT_S:
                 self._looked = time.monotonic()

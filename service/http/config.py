@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,9 +38,7 @@ class HttpConfig:
         "no variable.",
         secret=True,
     )
-    require_key: bool = option(
-        False, "Refuse to start without a key or tenants where others than this machine are listened to."
-    )
+    require_key: bool = option(False, "Refuse to start without a key or tenants if others than this machine can connect.")
     cors_origins: tuple[str, ...] = option((), "A web origin whose pages may call the API; repeat for more.")
     allowed_hosts: tuple[str, ...] = option(
         (),
@@ -113,41 +111,6 @@ def new_key() -> str:
 def hash_key(key: str) -> str:
     """Hex SHA-256 of a key. Keys are random and long, so a plain hash cannot be searched."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
-
-
-class ApiKeys:
-    """Finds the tenant of a key; without tenants and key the service is open to all who reach it.
-
-    Raises:
-        ConfigError: two tenants share a name or a key, or there are tenants and a key.
-    """
-
-    def __init__(self, tenants: Iterable[TenantConfig], api_key: str | None = None) -> None:
-        self._tenants: dict[str, str] = {} if api_key is None else {hash_key(api_key): ""}
-        names = set[str]()
-        for tenant in tenants:
-            if api_key is not None:
-                remedy = "not beside [tenants.NAME] tables, which have keys of their own"
-                raise ConfigError("api_key", "what is given (not shown)", remedy)
-            if tenant.name in names:
-                raise ConfigError("tenants", tenant.name, "each name once")
-            names.add(tenant.name)
-            for digest in tenant.api_key_sha256:
-                if digest in self._tenants:
-                    raise ConfigError(f"tenants.{tenant.name}.api_key_sha256", digest, "a key of only one tenant")
-                self._tenants[digest] = tenant.name
-
-    @property
-    def required(self) -> bool:
-        """Whether the service asks for a key."""
-        return bool(self._tenants)
-
-    def tenant(self, authorization: str | None) -> str | None:
-        """The tenant of an `Authorization` header, "" where there are none, None where the key is not known."""
-        if not self._tenants:
-            return ""
-        scheme, _, key = (authorization or "").partition(" ")
-        return self._tenants.get(hash_key(key.strip())) if scheme.lower() == "bearer" else None
 
 
 def engine_configs(config: EngineConfig, tenants: Sequence[TenantConfig]) -> dict[str, EngineConfig]:

@@ -49,9 +49,8 @@ class IngestBody(StrictModel):
     documents: Annotated[list[DocumentBody], Field(min_length=1, fail_fast=True)]
 
 
-_SCHEMAS = "#/components/schemas/{model}"
 _UPLOAD_SCHEMA = {
-    "application/json": {"schema": IngestBody.model_json_schema(ref_template=_SCHEMAS)},
+    "application/json": {"schema": IngestBody.model_json_schema(ref_template="#/components/schemas/{model}")},
     "multipart/form-data": {
         "schema": {
             "type": "object",
@@ -216,12 +215,7 @@ class _FormInMemory(MultiPartParser):
 
 
 async def _read_form(request: Request) -> tuple[str, str, bytes]:
-    """The file of a form: its name without folders, the id that is given or else the name, and its bytes.
-
-    Raises:
-        ApiError: a field is missing, not known, or no name.
-        MultiPartException, FormParserError: it is no form.
-    """
+    """The file of a form: its name without folders, the id that is given or else the name, and its bytes."""
     form = await _FormInMemory(request.headers, request.stream(), max_files=1, max_fields=8).parse()
     try:
         file = form.get("file")
@@ -240,11 +234,7 @@ async def _read_form(request: Request) -> tuple[str, str, bytes]:
 
 
 def _read_file(server: Server, id_: str, name: str, raw: bytes, check: Check) -> list[dict[str, Any]]:
-    """The documents of a file, read as `cacheblend ingest` reads it; `check` ends the reading where nobody waits for it.
-
-    Raises:
-        ApiError: it cannot be read, or is too long.
-    """
+    """The documents of a file, read as `cacheblend ingest` reads it; `check` ends the reading if nobody waits for it."""
     checked_at = time.monotonic()
 
     def check_in_time() -> None:
@@ -276,11 +266,7 @@ def _read_file(server: Server, id_: str, name: str, raw: bytes, check: Check) ->
 
 @contextmanager
 def _written(parent: Path, name: str, raw: bytes) -> Iterator[Path]:
-    """A temporary file of these bytes, with the end of the name that says its kind.
-
-    Raises:
-        StoreFullError: it cannot be written.
-    """
+    """A temporary file of these bytes, with the end of the name that says its kind; StoreFullError if it cannot be written."""
     suffix = _SUFFIX.search(name.lower())
     with ExitStack() as opened:
         try:

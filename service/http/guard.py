@@ -1,4 +1,4 @@
-"""Refusals: what headers, key and body decide before an endpoint runs, and every error in OpenAI's shape."""
+"""The door of the API: a request's id and log line, what headers, key and body decide before an endpoint, and errors."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import json
 import logging
 import re
 import threading
+import time
+import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
+import prometheus_client
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -42,7 +45,7 @@ from cacheblend.retriever.document import NO_ID
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.json_lines import check_values
 
-from .config import HOST_NAME, ApiKeys, HttpConfig
+from .config import HOST_NAME, HttpConfig, TenantConfig, hash_key
 from .schemas import TAGS
 
 logger = logging.getLogger(__name__)
@@ -62,6 +65,7 @@ RETURN_AFTER_S = 5.0
 SMALL_BYTES = 2**14  # a body that is read in less time than a thread needs to begin
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 MAX_SHOWN = 80
+HEADER = "x-request-id"
 INTERNAL = "internal_error"
 NO_ROOM = "there is no room: the disk or the store's budget is full; the service's log says which, under the request's id"
 # HTTP status and code of an error, by the first line that is of its kind.
@@ -161,6 +165,77 @@ def shortened(value: object) -> str:
     """A client's text, in ASCII and at most `MAX_SHOWN` characters, for a message."""
     text = ascii(value[: 2 * MAX_SHOWN] if isinstance(value, str | bytes | list) else value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
+
+class RequestLog:
+    """Middleware: assigns each request an id, logs its end, counts errors, and answers unexpected ones.
+
+    The id is the caller's `X-Request-Id` if that is a plain word of at most 64 characters, else a new one.
+    """
+
+    def __init__(self, app: ASGIApp, errors: prometheus_client.Counter) -> None:
+        self._app, self._errors = app, errors
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        given = Headers(scope=scope).get(HEADER, "")
+        request_id = given if re.fullmatch(r"[\w.-]{1,64}", given, re.ASCII) else uuid.uuid4().hex
+        token = REQUEST_ID.set(request_id)
+        started, status = time.perf_counter(), 0
+        scope.setdefault("state", {})["arrived"] = started
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (HEADER.encode(), request_id.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            if status:  # the response has begun; the server cuts it off
+                raise
+            await error_response(error)(scope, receive, send_with_id)
+        finally:
+            if status >= 400:
+                self._errors.labels(str(status)).inc()
+            path = getattr(scope.get("route"), "path", None)  # the route's template, which has no ids
+            seconds = time.perf_counter() - started
+            # A status of 0: the client left before there was one.
+            logger.info("%s %s %d in %.4f s, request %s", scope["method"][:16], path, status, seconds, request_id)
+            REQUEST_ID.reset(token)
+
+
+class ApiKeys:
+    """Finds the tenant of a key; without tenants and key the service is open to all who reach it. Each key has one tenant."""
+
+    def __init__(self, tenants: Iterable[TenantConfig], api_key: str | None = None) -> None:
+        self._tenants: dict[str, str] = {} if api_key is None else {hash_key(api_key): ""}
+        names = set[str]()
+        for tenant in tenants:
+            if api_key is not None:
+                remedy = "not beside [tenants.NAME] tables, which have keys of their own"
+                raise ConfigError("api_key", "what is given (not shown)", remedy)
+            if tenant.name in names:
+                raise ConfigError("tenants", tenant.name, "each name once")
+            names.add(tenant.name)
+            for digest in tenant.api_key_sha256:
+                if digest in self._tenants:
+                    raise ConfigError(f"tenants.{tenant.name}.api_key_sha256", digest, "a key of only one tenant")
+                self._tenants[digest] = tenant.name
+
+    @property
+    def required(self) -> bool:
+        """Whether the service asks for a key."""
+        return bool(self._tenants)
+
+    def tenant(self, authorization: str | None) -> str | None:
+        """The tenant of an `Authorization` header, "" where there are none, None where the key is not known."""
+        if not self._tenants:
+            return ""
+        scheme, _, key = (authorization or "").partition(" ")
+        return self._tenants.get(hash_key(key.strip())) if scheme.lower() == "bearer" else None
 
 
 class Guard:
@@ -268,13 +343,7 @@ class Guard:
         await send({"type": "http.response.body", "body": b""})
 
     async def _read(self, scope: Scope, headers: Headers, receive: Receive, count: Callable[[int], None]) -> bytes:
-        """The body.
-
-        Raises:
-            ApiError: it is too long, or late.
-            ClientGoneError: before its end.
-            QueueFullError: there are too many bytes of bodies.
-        """
+        """The body; raises ApiError if it is too long or late, and QueueFullError if all bodies together are too much."""
         name, max_bytes = "max_body_bytes", self._http.max_body_bytes
         if not scope["path"].startswith("/v1/documents") and self._http.max_completion_bytes < max_bytes:
             name, max_bytes = "max_completion_bytes", self._http.max_completion_bytes

@@ -1,30 +1,21 @@
-"""Counters for Prometheus, and a line of the log for each request."""
+"""Counters for Prometheus."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import re
 import time
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.serving.quality_guard import ShadowReport
 from cacheblend.service.serving.scheduler import Scheduler
 from cacheblend.service.serving.served_request import Done, Failed, ServedRequest
 
-from .guard import REQUEST_ID, error_response
-
-logger = logging.getLogger(__name__)
-HEADER = "x-request-id"
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 # Of a comparison's fields.
 GUARD_HISTOGRAMS = {
@@ -154,43 +145,3 @@ class Metrics(Collector):
         if remotes:
             what = "Remote tiers that are not asked, since they do not answer."
             yield GaugeMetricFamily("cacheblend_remote_unavailable", what, sum(remote.state != "closed" for remote in remotes))
-
-
-class RequestLog:
-    """Middleware: assigns each request an id, logs its end, counts errors, and answers unexpected ones.
-
-    The id is the caller's `X-Request-Id` if that is a plain word of at most 64 characters, else a new one.
-    """
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
-        given = Headers(scope=scope).get(HEADER, "")
-        request_id = given if re.fullmatch(r"[\w.-]{1,64}", given, re.ASCII) else uuid.uuid4().hex
-        token = REQUEST_ID.set(request_id)
-        started, status = time.perf_counter(), 0
-        scope.setdefault("state", {})["arrived"] = started
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message["headers"], (HEADER.encode(), request_id.encode())]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_with_id)
-        except Exception as error:
-            if status:  # the response has begun; the server cuts it off
-                raise
-            await error_response(error)(scope, receive, send_with_id)
-        finally:
-            if status >= 400:
-                self._metrics.errors.labels(str(status)).inc()
-            path = getattr(scope.get("route"), "path", None)  # the route's template, which has no ids
-            seconds = time.perf_counter() - started
-            # A status of 0: the client left before there was one.
-            logger.info("%s %s %d in %.4f s, request %s", scope["method"][:16], path, status, seconds, request_id)
-            REQUEST_ID.reset(token)

@@ -121,10 +121,7 @@ Inputs = Annotated[InputTexts, BeforeValidator(_without_token_ids), ListOfTexts]
 
 
 class StrictModel(BaseModel):
-    """A field that is not known is refused: what has no effect must not look as if it had.
-
-    `ignored` names fields that clients send and that change nothing here: they may hold anything.
-    """
+    """A field that is not known is refused, for it has no effect; `ignored` ones, which clients send, may hold anything."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     ignored: ClassVar[frozenset[str]] = frozenset()
@@ -283,10 +280,7 @@ OF_OPEN_WEBUI = (
 
 
 class GenerationBody(StrictModel):
-    """Fields of chat and text completions.
-
-    Those of OpenAI's that would change the answer and are not supported are accepted only with their neutral value.
-    """
+    """Fields of chat and text completions; OpenAI's that are not supported are accepted with their neutral value only."""
 
     ignored = frozenset(OF_CLIENTS.split())
     model: str | None = None  # the one there is

@@ -27,8 +27,8 @@ from cacheblend.service.serving.config import ServingConfig
 from cacheblend.service.serving.grammar import GrammarCompiler
 from cacheblend.service.serving.scheduler import Scheduler
 
-from .config import ApiKeys, HttpConfig, TenantConfig, engine_configs
-from .guard import ApiError, refused, shortened
+from .config import HttpConfig, TenantConfig, engine_configs
+from .guard import ApiError, ApiKeys, refused, shortened
 from .metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,6 @@ class Ingest:
     """An upload that has not ended.
 
     Args:
-        tenant: whose it is.
         name: of the file, or the first document's id.
         progress: stage ("waiting", "read", "index", "precompute"), and documents, in "precompute" chunks, done of how many.
     """
@@ -68,12 +67,8 @@ class Server:
     of the budgets; all share the model and the embedder. Without tenants there is one engine, on the config's own folder.
 
     Args:
-        engine_config: model, folder, settings.
-        serving: limits of the scheduler.
-        http: limits of the API.
         tenants: who may use it; none for everybody who reaches it.
         engine: in place of the one that the config names; closed by its maker. Only without tenants.
-        embedder: in place of the one that the config names.
         stall_s: seconds without a step of what runs after which the service is not ready.
 
     Attributes:
@@ -204,18 +199,12 @@ def _open_engines(
 
 
 async def run_call(pool: CallPool, request: Request, work: Callable[[Check], _Result], *, until_begun: bool = False) -> _Result:
-    """Have work done for a request, and wait for it as long as its client does.
-
-    Args:
-        pool: where.
-        request: its tenant has the turn, and its client may leave.
-        work: see `Call`.
-        until_begun: whether the deadline is only for the beginning of the work.
+    """Have work done for a request in its tenant's turn, and wait for it as long as its client does.
 
     Raises:
-        QueueFullError, ShuttingDownError: see `CallPool.submit`.
-        DeadlineError: it came longer ago than `deadline_s`.
-        ClientGoneError: the work ends at its next check.
+        QueueFullError, ShuttingDownError: the pool does not accept it.
+        DeadlineError: the request is older than `deadline_s`; with `until_begun` only if the work has not begun.
+        ClientGoneError: the client has left; the work ends at its next check.
     """
     server: Server = request.app.state.server
     call = Call(
@@ -241,7 +230,5 @@ async def run_call(pool: CallPool, request: Request, work: Callable[[Check], _Re
 
 
 async def run_document_call(request: Request, call: Callable[[Engine], _Result]) -> _Result:
-    """Have a call about documents done on the tenant's engine; see `run_call`, also for what it raises."""
-    server: Server = request.app.state.server
-    engine: Engine = request.state.engine
-    return await run_call(server.document_calls, request, lambda _: call(engine))
+    """Have a call about documents done on the tenant's engine; raises as `run_call`."""
+    return await run_call(request.app.state.server.document_calls, request, lambda _: call(request.state.engine))

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.cli import main as cli
-from cacheblend.service.http.config import ApiKeys, HttpConfig, TenantConfig, hash_key
+from cacheblend.service.http.config import HttpConfig, TenantConfig, hash_key
+from cacheblend.service.http.guard import ApiKeys
 from cacheblend.service.serving.config import ServingConfig
 
 DIGEST = hash_key("cb-key")

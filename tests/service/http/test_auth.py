@@ -14,8 +14,8 @@ from engines import DOCUMENTS, QUESTION
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.service import Engine
-from cacheblend.service.http.config import ApiKeys, HttpConfig, TenantConfig, hash_key
-from cacheblend.service.http.guard import PUBLIC_PATHS
+from cacheblend.service.http.config import HttpConfig, TenantConfig, hash_key
+from cacheblend.service.http.guard import PUBLIC_PATHS, ApiKeys
 
 KEY = key_of("one")
 UPLOAD = {"documents": [{"id": "new", "text": "new words"}]}

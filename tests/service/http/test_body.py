@@ -23,9 +23,9 @@ from starlette.types import Message
 from cacheblend.base.errors import InputError
 from cacheblend.service import Engine
 from cacheblend.service.engine.json_lines import MAX_TEXT_BYTES, MAX_VALUES, PIECE_BYTES, check_values
-from cacheblend.service.http.config import ApiKeys, HttpConfig
+from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.documents import IngestBody
-from cacheblend.service.http.guard import ApiError, Guard, read_body
+from cacheblend.service.http.guard import ApiError, ApiKeys, Guard, read_body
 from cacheblend.service.http.schemas import ChatBody
 from cacheblend.service.http.server import Server
 

@@ -89,7 +89,7 @@ def test_log(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
     """A request's log line and response have one id, the caller's where it is a plain word. The line has the route, and nothing
     of what its client wrote into path or method. An upgrade that there is not has no further line.
     """
-    caplog.set_level(logging.INFO, "cacheblend.service.http.metrics")
+    caplog.set_level(logging.INFO, "cacheblend.service.http.guard")
     assert client.get("/healthz", headers={"X-Request-Id": "mine-1"}).headers["X-Request-Id"] == "mine-1"
     made = client.get("/healthz", headers={"X-Request-Id": "not a word"}).headers["X-Request-Id"]
     assert re.fullmatch("[0-9a-f]{32}", made)
