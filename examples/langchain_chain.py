@@ -22,7 +22,7 @@ DOCUMENTS = [
 
 def make_chain(engine: Engine) -> Runnable[str, AIMessage]:
     """Question -> documents -> answer."""
-    retriever = CacheBlendRetriever(engine=engine, top_k=2)
+    retriever = CacheBlendRetriever(engine=engine, num_chunks=2)
     model = ChatCacheBlend(engine=engine)
 
     def answer(found: dict[str, Any]) -> AIMessage:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import warnings
 from collections import deque
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from cacheblend.base.errors import InputError
@@ -14,14 +14,22 @@ from cacheblend.retriever import Chunk, ScoredChunk
 from cacheblend.service import Engine
 from cacheblend.service.engine.prompt import Message
 from cacheblend.service.engine.request import Request
-from cacheblend.service.serving.grammar import ANY_OBJECT, GrammarCompiler
+from cacheblend.service.serving.grammar import GrammarCompiler
 from cacheblend.service.serving.sampling import Sampling
 from cacheblend.service.serving.served_request import Done, Event, Failed, Piece, ServedRequest
 
-PROMPT_OPTIONS = ("method", "recompute_ratio", "max_tokens", "temperature", "top_p")
+PROMPT_OPTIONS = ("method", "recompute_ratio", "max_tokens", "temperature", "top_p", "top_k")
 SAMPLING_OPTIONS = ("seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p")
-OPTIONS = ("documents", "stop", *PROMPT_OPTIONS, "top_k", *SAMPLING_OPTIONS, "response_format")  # of a call
-LONG_CHARACTERS = 2000  # of messages that most likely hold a retriever's texts
+OPTIONS = ("documents", "stop", *PROMPT_OPTIONS, *SAMPLING_OPTIONS, "response_format")  # of a call
+# Why stored KV cannot be used, with the remedy; SEPARATOR stands for the retriever's.
+OTHER_CHARACTERS = (
+    "chunks in the messages stand between other characters than at ingest: their KV is computed now. To use the stored KV, put "
+    "their texts in as they are, and SEPARATOR after each, the last too"
+)
+NO_CHUNKS = (
+    "the messages hold no chunk of this store, so nothing is blended; retrieve with the CacheBlendRetriever of the same engine "
+    "and put the documents' texts in word for word, with SEPARATOR after each, or give the texts as documents= of the call"
+)
 Pieces = Generator[tuple[str, Done | None], None, None]
 
 
@@ -35,14 +43,8 @@ class EngineChat:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._grammars = GrammarCompiler(engine.fusor.model, engine.fusor.tokenizer)
-        self._lock = threading.Lock()
-        self._warned: set[str] = set()
 
-    def stream(
-        self,
-        messages: Sequence[Message],
-        options: Mapping[str, Any],
-    ) -> Pieces:
+    def stream(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Pieces:
         """Yield the answer's text as its tokens come, with None, and at last the remaining text with the finished request.
 
         The caller's thread runs the model, a token a step; closing the generator before its end frees everything.
@@ -63,7 +65,7 @@ class EngineChat:
         request = self._prepare(messages, chosen)
         own = {name: chosen[name] for name in SAMPLING_OPTIONS if name in chosen}
         sampling = Sampling(**own, grammar=self._grammar(chosen.get("response_format")))
-        # 2. Prefill, layer by layer.
+        # 2. Prefill, a layer a step, and decode, a token a step.
         events: deque[Event] = deque()
         stop = chosen.get("stop", ())
         ends = [stop] if isinstance(stop, str) else [*stop]
@@ -71,15 +73,14 @@ class EngineChat:
         try:
             served.begin()
             complete = False
-            while not served.is_prefilled:
-                complete = served.prefill_layer()
-            yield from ((text, None) for text in _texts(events))
-            # 3. Decode, a token a step.
             while not complete:
-                logits_RV = engine.fusor.decoder.decode([served.last_token], [served.kv])
-                complete = served.decode(logits_RV[0])
-                yield from ((text, None) for text in _texts(events))
-            # 4. Text that was held back for stop strings, and the finished request.
+                if served.is_prefilled:
+                    logits_RV = engine.fusor.decoder.decode([served.last_token], [served.kv])
+                    complete = served.decode(logits_RV[0])
+                else:
+                    complete = served.prefill_layer()
+                yield from _pieces(events)
+            # 3. Text that was held back for stop strings, and the finished request.
             done = served.finish()
             yield done.last_text, done
         finally:
@@ -88,21 +89,22 @@ class EngineChat:
     def known_chunk(self, text: str, metadata: Mapping[str, Any]) -> Chunk | None:
         """The engine's own chunk that a framework's document is; None where it is another retriever's, or was deleted."""
         id_, position = metadata.get("document_id"), metadata.get("position")
-        if isinstance(id_, str) and isinstance(position, int):
-            try:
-                chunks = self.engine.retriever.chunks(id_)
-            except InputError:
-                return None
-            return next((chunk for chunk in chunks if chunk.position == position and chunk.text == text), None)
+        with suppress(InputError):
+            chunks = self.engine.retriever.chunks(id_) if isinstance(id_, str) else []
+            return next((chunk for chunk in chunks if (chunk.position, chunk.text) == (position, text)), None)
         return None
 
     def _prepare(self, messages: Sequence[Message], chosen: Mapping[str, Any]) -> Request:
         engine, documents, layout = self.engine, chosen.get("documents"), None
         if documents is None:
             located = [engine.chunk_texts.locate(message.content) for message in messages]
-            if stored := sum(one.stored for one in located) + sum(one.other for one in located):
+            stored, other = sum(one.stored for one in located), sum(one.other for one in located)
+            if stored + other:
                 layout, documents = engine.prompts.chat_around(messages, [one.parts for one in located])
-            self._warn(stored, sum(one.other for one in located), sum(len(message.content) for message in messages))
+            searched = engine.chunk_texts.take_unused()
+            if other or (searched and not stored):  # Python shows a warning once
+                text = OTHER_CHARACTERS if other else NO_CHUNKS
+                warnings.warn(text.replace("SEPARATOR", repr(engine.retriever.config.separator)), UserWarning, stacklevel=2)
         if layout is None:
             layout = engine.prompts.chat(messages, with_chunks=documents is not None)
         return engine.prepare(
@@ -110,55 +112,30 @@ class EngineChat:
             layout=layout,
             num_chunks=0,
             documents=documents,
-            top_k=chosen.get("top_k", 0),
             **{name: chosen[name] for name in PROMPT_OPTIONS if name in chosen},
         )
 
-    def _warn(self, found: int, other: int, characters: int) -> None:
-        """Warn once of each reason why stored KV cannot be used, with the remedy."""
-        searched, separator = self.engine.chunk_texts.take_unused(), self.engine.retriever.config.separator
-        if other:
-            text = (
-                "chunks in the messages stand between other characters than at ingest: their KV is computed now. To "
-                f"use the stored KV, put their texts in as they are, and {separator!r} after each, the last too"
-            )
-        elif not found and (searched or characters >= LONG_CHARACTERS):
-            text = (
-                "the messages hold no chunk of this store, so nothing is blended; retrieve with the CacheBlendRetriever of the "
-                f"same engine, and put the documents' texts in word for word, with {separator!r} after each, or give the texts "
-                "as documents= of the call"
-            )
-        else:
-            return
-        with self._lock:
-            is_known = text in self._warned
-            self._warned.add(text)
-        if not is_known:
-            warnings.warn(text, UserWarning, stacklevel=2)
-
     def _grammar(self, response_format: Any) -> Any:
         """The grammar of OpenAI's `response_format`; None for plain text."""
-        if response_format is None:
-            return None
         kind = response_format.get("type") if isinstance(response_format, Mapping) else None
-        if kind == "text":
+        if response_format is None or kind == "text":
             return None
         if kind == "json_object":
-            return self._grammars.json(ANY_OBJECT)
+            return self._grammars.json()
         schema = response_format.get("json_schema") if kind == "json_schema" else None
         if not isinstance(schema, Mapping) or not isinstance(schema.get("schema"), Mapping):
             raise InputError('response_format: type must be "json_object", or "json_schema" with json_schema={"schema": {...}}')
         return self._grammars.json(schema["schema"])
 
 
-def _texts(events: deque[Event]) -> Generator[str, None, None]:
+def _pieces(events: deque[Event]) -> Pieces:
     """The texts of the events so far."""
     while events:
         event = events.popleft()
         if isinstance(event, Failed):
             raise event.error
         if isinstance(event, Piece) and event.text:
-            yield event.text
+            yield event.text, None
 
 
 _Item = TypeVar("_Item")

@@ -48,12 +48,12 @@ class CacheBlendRetriever(BaseRetriever):
 
     Args:
         engine: open; its documents are ingested.
-        top_k: chunks to find, or as many as there are.
+        num_chunks: to find, or as many as there are.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
     engine: SkipValidation[Engine]
-    top_k: int = 6
+    num_chunks: int = 6
 
     def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
         return [
@@ -61,7 +61,7 @@ class CacheBlendRetriever(BaseRetriever):
                 page_content=scored.chunk.text,
                 metadata={**chunk_metadata(scored), "distance": scored.distance, "score": scored.score},
             )
-            for scored in self.engine.search(query, self.top_k)
+            for scored in self.engine.search(query, self.num_chunks)
         ]
 
 

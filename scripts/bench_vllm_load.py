@@ -21,7 +21,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,27 @@ def _arrivals(count: int) -> list[float]:
     return [at * (count - 1) / due[-1] for at in due] if count > 1 else due
 
 
+def _store_passages(llm: Any, cases: Sequence[Case]) -> int:
+    """Store the KV of all passages; returns how many there are."""
+    chunks = sorted({tuple(chunk) for case in cases for chunk in case.chunks})
+    for number, chunk in enumerate(chunks):
+        while llm.collective_rpc("cacheblend_precompute", args=([list(chunk)], [0], None))[0][1]:
+            time.sleep(0.1)  # the disk is behind, and it is left
+        if number % 50 == 49:
+            print(f"{number + 1} of {len(chunks)} passages stored", file=sys.stderr, flush=True)
+    return len(chunks)
+
+
+def _at_equal_ttft(points: Mapping[str, Sequence[dict[str, float]]]) -> list[dict[str, float]]:
+    """The largest throughput of blended requests at no more than the TTFT of unmarked ones, for each rate of those."""
+    equal: list[dict[str, float]] = []
+    for own in points["prefix_cache"]:
+        blend = max((one["requests_per_s"] for one in points["blend"] if one["ttft_s"] <= own["ttft_s"]), default=0.0)
+        times = round(blend / own["requests_per_s"], 2)
+        equal.append({"ttft_s": own["ttft_s"], "prefix_cache": own["requests_per_s"], "blend": blend, "times": times})
+    return equal
+
+
 def main() -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -148,15 +169,9 @@ def main() -> int:
     rates = {"prefix_cache": options.rates, "blend": options.blend_rates}
     count = options.warm_up + options.requests * max(map(len, rates.values()))
     cases = read_cases(options.cases, llm.get_tokenizer(), count)
-    chunks = sorted({tuple(chunk) for case in cases for chunk in case.chunks})
-    for number, chunk in enumerate(chunks):
-        while llm.collective_rpc("cacheblend_precompute", args=([[list(chunk)]], None, None))[0][1]:
-            time.sleep(0.1)  # the disk is behind, and it is left
-        if number % 50 == 49:
-            print(f"{number + 1} of {len(chunks)} passages stored", file=sys.stderr, flush=True)
-    uses = sum(len(case.spans) for case in cases)
     tokens = statistics.mean(len(case.token_ids) for case in cases)
-    print(f"{len(cases)} cases of {tokens:.0f} tokens, {uses} uses of {len(chunks)} passages", file=sys.stderr)
+    passages, uses = _store_passages(llm, cases), sum(len(case.spans) for case in cases)
+    print(f"{len(cases)} cases of {tokens:.0f} tokens, {uses} uses of {passages} passages", file=sys.stderr)
     if options.ingest_only:
         return 0
     load = Load(llm, options.new_tokens)
@@ -170,12 +185,7 @@ def main() -> int:
             mine = measured[number * options.requests : (number + 1) * options.requests]
             found.append({"rate": rate, **load.run(mine, [at / rate for at in due[: len(mine)]], marked=marked)})
             print(name, found[-1], file=sys.stderr, flush=True)
-    equal = []
-    for own in points["prefix_cache"]:
-        blend = max((one["requests_per_s"] for one in points["blend"] if one["ttft_s"] <= own["ttft_s"]), default=0.0)
-        times = round(blend / own["requests_per_s"], 2)
-        equal.append({"ttft_s": own["ttft_s"], "prefix_cache": own["requests_per_s"], "blend": blend, "times": times})
-    print(json.dumps({"prompt_tokens": round(tokens), "points": points, "at_equal_ttft": equal}))
+    print(json.dumps({"prompt_tokens": round(tokens), "points": points, "at_equal_ttft": _at_equal_ttft(points)}))
     return 0
 
 

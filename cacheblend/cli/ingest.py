@@ -85,7 +85,7 @@ def ingest(
 
         cacheblend ingest handbook/ --model ./model --watch
 
-        cacheblend ingest corpus/ "s3://bucket/corpus" -m ./model --ray local --ray-actors 2
+        cacheblend ingest corpus/ -m ./model --ray local --ray-actors 2
 
         cacheblend ingest handbook/ --vllm http://localhost:8000
     """
@@ -194,7 +194,7 @@ def _ingest_on_ray(
 ) -> IngestReport:
     from cacheblend.integrations.ray.ingest import ingest_on_ray  # Ray may not be installed
 
-    # Objects in a store cost money to read twice.
+    # A URL is refused by the ingest, and not fetched before.
     size = None if any("://" in source for source in sources) else _measured(stream)
     stream.close()
     with terminal.shown_stages():

@@ -28,8 +28,7 @@ from cacheblend.service.engine.documents import Documents
 from cacheblend.service.engine.ingest import IngestReport
 from cacheblend.store import KVStore
 
-from .precompute_actor import Delivery, PrecomputeActor
-from .source_files import SourceFile, in_groups, list_files, read_batches, scheme_of
+from .tasks import Delivery, PrecomputeActor, SourceFile, in_groups, list_files, read_batches
 
 with needs_extra("ray"):
     import ray
@@ -110,8 +109,8 @@ def _checked(
     delivery: Delivery, report: SourceReport, config: EngineConfig, settings: RayConfig, node: str
 ) -> EncodedBatch | None:
     """The batch of a delivery, whose KV is where the engine will find it; None for files without documents."""
-    report.faults.update(delivery.faults)
-    report.skipped.update(delivery.skipped)
+    report.faults.update(delivery.read.faults)
+    report.skipped.update(delivery.read.skipped)
     if delivery.error:
         raise CacheBlendError(f"an actor could not go on: {delivery.error}")
     if delivery.batch is not None and delivery.node != node and config.store.remote is None:
@@ -170,7 +169,6 @@ def _deliveries(
 
     with DataContext.current(context):
         groups = [{"files": pickle.dumps(group)} for group in in_groups(files, batch_documents)]
-        is_here = any(not scheme_of(file.name) for file in files)  # paths are of this machine; objects are read from any
         rows = (
             ray.data.from_items(groups)
             .map_batches(
@@ -178,7 +176,7 @@ def _deliveries(
                 batch_size=1,
                 compute=TaskPoolStrategy(size=min(READERS, len(groups))),
                 num_cpus=0,  # actors may have all of them
-                label_selector={"ray.io/node-id": node} if is_here else None,
+                label_selector={"ray.io/node-id": node},  # paths are of this machine
             )
             .map(
                 cast(Any, PrecomputeActor),  # Ray's types know only functions

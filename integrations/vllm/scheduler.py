@@ -1,4 +1,4 @@
-"""The scheduler's half: which requests are blended, and what tells their blocks from exact ones.
+"""The scheduler's half: the marks of a request, which requests are blended, and what tells their blocks from exact ones.
 
 It imports nothing of vLLM; a request is vLLM's `Request`.
 """
@@ -6,24 +6,101 @@ It imports nothing of vLLM; a request is vLLM's `Request`.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from cacheblend.base.errors import InputError
 from cacheblend.blend.question_pass import MAX_QUESTION_TOKENS
 from cacheblend.service.engine.chunk_context import ChunkNaming
-from cacheblend.service.engine.prompt import PromptChunk
+from cacheblend.service.engine.prompt import PromptChunk, PromptTokens
+from cacheblend.service.engine.request import namespace_of
 from cacheblend.store import ChunkKey
 
-from .marks import PARAMS_KEY, Marks, prompt_of
-
 logger = logging.getLogger(__name__)
+PARAMS_KEY = "cacheblend"  # in vLLM's `kv_transfer_params`, of a request and of its answer
+TOKENS = ("hit_tokens", "missed_tokens", "recomputed_tokens")  # counts of a blend that are no requests
 # A blend is worth it where it runs no more than this share of the rows that vLLM's own prefill would: beside rows it copies,
 # rotates and writes KV, and a request that is left to vLLM shares its blocks with others.
 LARGEST_SHARE = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Places of a prompt's chunks.
+
+    Args:
+        chunks: (start, stop) token positions of each chunk, in order, without overlap.
+        documents: the number of the document that each chunk is of, where chunks of one document stand in its order; a chunk's
+            KV is then computed after the ones before it.
+        ratio: recompute ratio, 0..1; None for the connector's.
+    """
+
+    chunks: tuple[tuple[int, int], ...]
+    documents: tuple[int, ...]
+    ratio: float | None = None
+
+    @classmethod
+    def read(cls, params: Any, prompt_tokens: int) -> Marks:
+        """The marks in `kv_transfer_params["cacheblend"]`: `{"chunks": [[start, stop], ...], "ratio": 0.14}`.
+
+        Without `documents` every chunk is a document of its own.
+
+        Raises:
+            InputError: they are not of that form, or do not fit the prompt.
+        """
+        if not isinstance(params, Mapping) or (unknown := sorted(params.keys() - {"chunks", "ratio", "documents"})):
+            named = f"unknown {', '.join(unknown)}" if isinstance(params, Mapping) else f"{type(params).__name__}"
+            raise InputError(f'kv_transfer_params["{PARAMS_KEY}"]: {named}; give chunks, and ratio or documents if need be')
+        chunks, ratio, documents = params.get("chunks"), params.get("ratio"), params.get("documents") or []
+        if not isinstance(chunks, list | tuple) or not all(_is_span(chunk) for chunk in chunks):
+            raise InputError("chunks: give a list of [start, stop] token positions")
+        spans = tuple((int(start), int(stop)) for start, stop in chunks)
+        borders = [border for span in spans for border in span]
+        if any(last < first for first, last in pairwise(borders)) or any(start == stop for start, stop in spans):
+            raise InputError("chunks: spans must be in order, without overlap, and none may be empty")
+        if borders and (borders[0] < 0 or borders[-1] > prompt_tokens):
+            raise InputError(f"chunks: spans must lie within the prompt's {prompt_tokens} tokens")
+        if ratio is not None and (isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1):
+            raise InputError(f"ratio={ratio!r}: give a number from 0 to 1")
+        if documents and (len(documents) != len(spans) or not all(type(document) is int for document in documents)):
+            raise InputError("documents: give a whole number for each chunk")
+        return cls(spans, tuple(documents) or tuple(range(len(spans))), None if ratio is None else float(ratio))
+
+    def salt(self, ratio: float, context: str) -> bytes:
+        """Salt of blocks blended with these marks, which separates them from exact ones and those of other marks.
+
+        Args:
+            ratio: the one that the prompt is blended with, or the least one where the marks name none.
+            context: names what chunks' KV is computed after.
+        """
+        named = [ratio, self.ratio is None, self.chunks, self.documents, context]
+        return hashlib.sha256(json.dumps(named).encode()).digest()
+
+    def prompt(self, naming: ChunkNaming, token_ids: Sequence[int], cache_salt: str | None) -> PromptTokens:
+        """A prompt of at least one chunk, cut at the marks; text between two chunks has no key."""
+        ids, namespace = tuple(token_ids), namespace_of(cache_salt or "")
+        of_document: dict[int, list[tuple[int, ...]]] = {}
+        for (start, stop), document in zip(self.chunks, self.documents, strict=True):
+            of_document.setdefault(document, []).append(ids[start:stop])
+        earlier = {document: iter(naming.context.earlier(chunks)) for document, chunks in of_document.items()}
+        first = done = self.chunks[0][0]
+        rows: list[PromptChunk] = []
+        for (start, stop), document in zip(self.chunks, self.documents, strict=True):
+            if between := ids[done:start]:
+                rows.append(PromptChunk(between))
+            chunk, before = ids[start:stop], tuple(map(tuple, next(earlier[document])))
+            rows.append(PromptChunk(chunk, naming.key(chunk, before, namespace), earlier=before))
+            done = stop
+        return PromptTokens(ids[:first], tuple(rows), ids[done:])
+
+
+def _is_span(span: Any) -> bool:
+    return isinstance(span, list | tuple) and len(span) == 2 and all(type(border) is int for border in span)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,31 +109,26 @@ class BlendJob:
 
     Args:
         request_id: vLLM's.
-        token_ids: the prompt's. All but the last token's KV is handed over; vLLM runs that one itself.
-        block_ids: the prompt's pages.
-        start: first position whose KV is handed over; what stands before it is in vLLM's prefix cache.
-        marks: where the chunks stand.
+        prompt: all but its last token's KV is handed over; vLLM runs that one itself.
         ratio: recompute ratio.
         is_least: whether the loading controller may take more; not where the request names its ratio.
-        cache_salt: the request's.
+        block_ids: the prompt's pages.
+        start: first position whose KV is handed over; what stands before it is in vLLM's prefix cache.
     """
 
     request_id: str
-    token_ids: tuple[int, ...]
-    block_ids: tuple[int, ...]
-    start: int
-    marks: Marks
+    prompt: PromptTokens
     ratio: float
     is_least: bool
-    cache_salt: str | None
+    block_ids: tuple[int, ...] = ()
+    start: int = 0
 
 
 @dataclass(slots=True)
 class _Marked:
     """A request that is to be blended, until it has finished."""
 
-    marks: Marks
-    ratio: float
+    job: BlendJob
     tried: int = -1  # the preemption count of the last try: one that failed is left to vLLM
     report: dict[str, Any] = field(default_factory=dict)
 
@@ -70,9 +142,6 @@ class BlendScheduler:
         ratio: where a request does not say.
         block_size: tokens of a block hash.
         prefix_tokens: of the longest prefix whose KV the workers hold.
-
-    Attributes:
-        counts: since the last `take_counts`, by name: "blended", "exact:REASON", ...
     """
 
     def __init__(
@@ -90,16 +159,17 @@ class BlendScheduler:
         self._jobs: list[BlendJob] = []
         self._missed: list[PromptChunk] = []
         self._waiting_misses = 0
-        self.counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
 
     def arrive(self, request: Any) -> None:
         """Take a marked request, and salt the hashes of its blocks from the first approximate one on; before any lookup."""
         params = request.kv_transfer_params
         if not isinstance(params, Mapping) or PARAMS_KEY not in params:
             return
-        reason = self._reason_to_refuse(request)
         try:
-            reason = reason or self._take(request, Marks.read(params[PARAMS_KEY], request.num_prompt_tokens))
+            reason = _reason_to_refuse(request) or self._take(
+                request, Marks.read(params[PARAMS_KEY], request.num_prompt_tokens)
+            )
         except InputError as error:
             logger.warning("request %s is computed exactly: %s", request.request_id, error)
             reason = f"marks: {error}"
@@ -107,86 +177,54 @@ class BlendScheduler:
             logger.exception("request %s is computed exactly", request.request_id)
             reason = f"failed: {type(error).__name__}"
         if reason:
-            self.counts[f"exact:{reason.partition(':')[0]}"] += 1
             self._reports[request.request_id] = {"blended": False, "reason": reason}
-
-    def _reason_to_refuse(self, request: Any) -> str:
-        """Why a request cannot be blended; empty if it can."""
-        refused = {
-            "lora": request.lora_request is not None,
-            "multimodal": bool(request.mm_features),
-            "prompt_embeds": request.prompt_embeds is not None or request.prompt_token_ids is None,
-            "pooling": request.sampling_params is None,
-            "prompt_logprobs": bool(request.skip_reading_prefix_cache),
-            "streaming_input": bool(request.resumable),
-        }
-        return next((reason for reason, found in refused.items() if found), "")
+            self._count(self._reports[request.request_id])
 
     def _take(self, request: Any, marks: Marks) -> str:
         """Accept a request whose chunks are worth blending; otherwise return the reason."""
         ratio = self._ratio if marks.ratio is None else marks.ratio
         if not marks.chunks:
             return "no_chunks"
-        prompt = prompt_of(self._naming, request.prompt_token_ids, marks, request.cache_salt)
-        chunks = [(chunk, chunk.key) for chunk in prompt.chunks if chunk.key is not None]
-        found = zip(chunks, self._stored([key for _, key in chunks]), strict=True)
-        by_stored: dict[bool, list[PromptChunk]] = {True: [], False: []}
-        for (chunk, _), is_stored in found:
-            by_stored[is_stored].append(chunk)
-        missed, reused = by_stored[False], sum(len(chunk.token_ids) for chunk in by_stored[True])
-        tokens = request.num_prompt_tokens
-        if not reused or _rows(tokens, marks, ratio, reused) > LARGEST_SHARE * tokens:
+        prompt = marks.prompt(self._naming, request.prompt_token_ids, request.cache_salt)
+        found = prompt.by_chunk(self._stored(prompt.keys))
+        missed = [chunk for chunk, is_stored in zip(prompt.chunks, found, strict=True) if is_stored is False]
+        reused = sum(len(chunk.token_ids) for chunk, is_stored in zip(prompt.chunks, found, strict=True) if is_stored)
+        if not reused or _rows(prompt, ratio, reused) > LARGEST_SHARE * len(prompt):
             self._missed += missed
             return "not_stored" if missed else "not_worth_it"
-        first = marks.chunks[0][0] // self._block_size
+        first = len(prompt.prefix) // self._block_size
         if request.block_hashes or request._block_hasher is not None:
             if first >= len(request.block_hashes):
                 self._missed += missed
                 return "short_prompt"  # the first chunk's block is not full, and would get an exact name when it is
-            self._salt(request, first, marks.salt(ratio, self._naming.digest))
-        self._marked[request.request_id] = _Marked(marks, ratio)
+            # Rename that block; all after it, those of generated tokens too, are hashed after its name.
+            exact, salt = request.block_hashes[first], marks.salt(ratio, self._naming.digest)
+            request.block_hashes[first:] = [type(exact)(hashlib.sha256(salt + exact).digest())]
+            request.update_block_hashes()
+        self._marked[request.request_id] = _Marked(BlendJob(request.request_id, prompt, ratio, is_least=marks.ratio is None))
         return ""
-
-    @staticmethod
-    def _salt(request: Any, first: int, salt: bytes) -> None:
-        """Rename the block `first`; all after it, those of generated tokens too, are hashed after that name."""
-        exact = request.block_hashes[first]
-        request.block_hashes[first:] = [type(exact)(hashlib.sha256(salt + exact).digest())]
-        request.update_block_hashes()
 
     def matched(self, request: Any, computed: int) -> int:
         """How many tokens after the first `computed` a worker hands over; 0 where vLLM computes the prompt itself."""
         marked = self._marked.get(request.request_id)
         if marked is None or marked.tried == request.num_preemptions:
             return 0
-        tokens, first = request.num_prompt_tokens, marked.marks.chunks[0][0]
+        prompt = marked.job.prompt
         # What vLLM's prefix cache leaves to compute; a prefix that is not too long is in the workers' memory then, too.
-        held = min(computed, first) if first <= self._prefix_tokens else 0
-        if _rows(tokens, marked.marks, marked.ratio) - held > LARGEST_SHARE * (tokens - computed):
+        held = min(computed, len(prompt.prefix)) if len(prompt.prefix) <= self._prefix_tokens else 0
+        reused = sum(len(chunk.token_ids) for chunk in prompt.chunks if chunk.key is not None)
+        if _rows(prompt, marked.job.ratio, reused) - held > LARGEST_SHARE * (len(prompt) - computed):
             if not marked.report:
                 marked.report = {"blended": True, "reason": "prefix_cache", "cached_tokens": computed}
             return 0
-        return max(0, int(tokens) - 1 - computed)
+        return max(0, len(prompt) - 1 - computed)
 
     def allocated(self, request: Any, block_ids: Sequence[int], handed_over: int) -> None:
         """Send a request to the workers, once its pages are allocated."""
-        if handed_over <= 0:
-            return
         marked = self._marked[request.request_id]
         marked.tried = request.num_preemptions
-        start = request.num_prompt_tokens - 1 - handed_over
-        ids = tuple(request.prompt_token_ids)
-        job = BlendJob(
-            request.request_id,
-            ids,
-            tuple(block_ids),
-            start,
-            marked.marks,
-            marked.ratio,
-            is_least=marked.marks.ratio is None,
-            cache_salt=request.cache_salt,
-        )
-        self._jobs.append(job)
+        start = len(marked.job.prompt) - 1 - handed_over
+        self._jobs.append(replace(marked.job, block_ids=tuple(block_ids), start=start))
 
     def take_jobs(self) -> tuple[list[BlendJob], list[PromptChunk]]:
         """Work that the workers must begin, once each."""
@@ -199,9 +237,7 @@ class BlendScheduler:
         """Take in what the workers have done."""
         self._waiting_misses = waiting_misses
         for request_id, report in reports.items():
-            self.counts["blended" if report["blended"] else f"exact:{report['reason'].partition(':')[0]}"] += 1
-            for name in ("hit_tokens", "missed_tokens", "recomputed_tokens"):
-                self.counts[name] += report.get(name, 0)
+            self._count(report)
             if request_id in self._marked:
                 self._marked[request_id].report = report
 
@@ -217,13 +253,26 @@ class BlendScheduler:
         return None if report is None else {PARAMS_KEY: report}
 
     def take_counts(self) -> dict[str, int]:
-        """The counts since the last call."""
-        counts, self.counts = dict(self.counts), Counter()
+        """The counts since the last call, by name: "blended", "exact:REASON", and those of `TOKENS`."""
+        counts, self._counts = dict(self._counts), Counter()
         return counts
 
+    def _count(self, report: Mapping[str, Any]) -> None:
+        self._counts["blended" if report["blended"] else f"exact:{report['reason'].partition(':')[0]}"] += 1
+        self._counts.update({name: report[name] for name in TOKENS if name in report})
 
-def _rows(tokens: int, marks: Marks, ratio: float, reused: int | None = None) -> float:
-    """Rows that a blend runs in the mean of the layers; of the chunks `reused` tokens are stored, None for all."""
-    if reused is None:
-        reused = sum(stop - start for start, stop in marks.chunks)
-    return tokens - reused * (1 - ratio) + min(MAX_QUESTION_TOKENS, tokens - marks.chunks[-1][1])
+
+def _reason_to_refuse(request: Any) -> str:
+    """Why a request cannot be blended; empty if it can."""
+    refused = {
+        "multimodal": bool(request.mm_features),
+        "prompt_embeds": request.prompt_embeds is not None or request.prompt_token_ids is None,
+        "prompt_logprobs": bool(request.skip_reading_prefix_cache),
+        "streaming_input": bool(request.resumable),
+    }
+    return next((reason for reason, found in refused.items() if found), "")
+
+
+def _rows(prompt: PromptTokens, ratio: float, reused: int) -> float:
+    """Rows that a blend runs in the mean of the layers; of the chunks `reused` tokens are stored."""
+    return len(prompt) - reused * (1 - ratio) + min(MAX_QUESTION_TOKENS, len(prompt.suffix))

@@ -1,6 +1,6 @@
 """The worker's half: blends prompts into vLLM's pages, some layers a step of the engine, and stores what was missing.
 
-Shapes: H KV heads, T tokens handed over, D head size.
+It imports nothing of vLLM. Shapes: H KV heads, T tokens handed over, D head size.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Generator, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,10 +25,12 @@ from cacheblend.loader import LayerLoader, LoadingController
 from cacheblend.service.engine.blend_plan import BlendPolicy, BlendSegment, Found, plan_blend
 from cacheblend.service.engine.chunk_context import ChunkNaming
 from cacheblend.service.engine.prompt import PromptChunk, PromptTokens
-from cacheblend.store import ChunkKey, ChunkKV, KVHandle, KVStore, LayerPair, Placement, PrefixRun
+from cacheblend.store import ChunkKey, ChunkKV, KVHandle, KVStore, Placement, PrefixRun
 
-from .marks import Chunk, prompt_of
 from .scheduler import BlendJob
+
+if TYPE_CHECKING:
+    from .runner import VllmRunner
 
 logger = logging.getLogger(__name__)
 THREADS = DaemonThreads("cacheblend-vllm")
@@ -40,54 +42,46 @@ TOKENS_OF_A_ROW = 16
 SLOW_LOADING = "slow_loading"  # why a prompt is left to vLLM whose stored KV would come no sooner than it is computed
 # Many requests share what stands before the first chunk (a system message): from this length on its KV is held.
 MIN_PREFIX_TOKENS = 64
+Report = dict[str, Any]
 
 
-class Ranks(Protocol):
-    """Processes that hold a model's heads together; `VllmRunner` is one of them."""
+class Pages:
+    """vLLM's paged KV cache, written by each attention backend's own function, which knows its layout and scales.
 
-    @property
-    def ranks(self) -> int: ...
+    Args:
+        attentions: vLLM's attention modules, in the order of the layers.
+        block_size: tokens of a page.
+        device: of the pages.
+    """
 
-    @property
-    def rank(self) -> int: ...
-
-    def agree(self, flags: Sequence[bool]) -> list[bool]:
-        """Of each flag, whether it is set on all ranks."""
-
-    def own_heads(self, pair: LayerPair, kv_heads: int) -> LayerPair:
-        """The rank's own heads of a stored layer."""
-
-    def all_heads(self, pair: LayerPair, kv_heads: int) -> LayerPair:
-        """All heads of a layer."""
-
-
-class Pages(Protocol):
-    """vLLM's paged KV cache, as this worker holds it."""
+    def __init__(self, attentions: Sequence[Any], block_size: int, device: torch.device) -> None:
+        self._attentions, self._block_size, self._device = attentions, block_size, device
 
     def write(self, layer: int, k_THD: torch.Tensor, v_THD: torch.Tensor, block_ids: Sequence[int], start: int) -> None:
         """Write rotated keys and values to the positions from `start` on of the request that has these blocks."""
+        positions_T = torch.arange(start, start + len(k_THD))
+        blocks_T = torch.tensor(block_ids)[positions_T // self._block_size]
+        slots_T = (blocks_T * self._block_size + positions_T % self._block_size).to(self._device)
+        attention = self._attentions[layer]
+        if self._device.type != "cpu":  # where backends read heads that stand side by side
+            k_THD, v_THD = k_THD.contiguous(), v_THD.contiguous()
+        attention.impl.do_kv_cache_update(attention, k_THD, v_THD, attention.kv_cache, slots_T)
 
 
 @dataclass(slots=True)
-class _PageSink:
-    """Writes each finished layer of a blend to the request's pages."""
+class PageSink:
+    """Writes each finished layer of a prompt of `tokens` to its pages, from `start` on and but for the last token."""
 
     pages: Pages
-    job: BlendJob
+    block_ids: Sequence[int]
+    start: int
+    tokens: int
 
-    def put(self, layer: int, whole: LayerKV) -> None:
-        handed_over = slice(self.job.start, len(self.job.token_ids) - 1)
-        k_THD, v_THD = (x_1HND[0, :, handed_over].transpose(0, 1) for x_1HND in (whole.k_1HND, whole.v_1HND))
-        self.pages.write(layer, k_THD, v_THD, self.job.block_ids, self.job.start)
-
-
-@dataclass(slots=True)
-class Progress:
-    """Outcome of the work since the last time; requests by vLLM's ids."""
-
-    done: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
-    reports: dict[str, dict[str, Any]] = field(default_factory=dict)
+    def put(self, layer: int, layer_kv: LayerKV) -> None:
+        """See `LayerSink`."""
+        handed_over = slice(self.start, self.tokens - 1)
+        k_THD, v_THD = (x_1HND[0, :, handed_over].transpose(0, 1) for x_1HND in (layer_kv.k_1HND, layer_kv.v_1HND))
+        self.pages.write(layer, k_THD, v_THD, self.block_ids, self.start)
 
 
 class BlendWorker:
@@ -102,7 +96,6 @@ class BlendWorker:
         store: where it is.
         pages: where blended KV goes.
         ranks: this process among those that hold the model.
-        kv_heads: of all ranks together.
         prefix_tokens: how many tokens' KV is held of what prompts begin with.
         controller: picks the ratio of requests that name none; None for their least one. Ranks ask none: they have read all KV
             before the first layer, so there is no loading to hide behind.
@@ -114,20 +107,19 @@ class BlendWorker:
         naming: ChunkNaming,
         store: KVStore,
         pages: Pages,
-        ranks: Ranks,
-        kv_heads: int,
+        ranks: VllmRunner,
         prefix_tokens: int,
         controller: LoadingController | None = None,
     ) -> None:
         self._fusor, self._naming, self._store, self._pages, self._ranks = fusor, naming, store, pages, ranks
-        self._prefix_tokens = prefix_tokens
-        self._kv_heads, self._controller = kv_heads, controller if ranks.ranks == 1 else None
+        self._prefix_tokens, self._controller = prefix_tokens, controller if ranks.ranks == 1 else None
         # Prompts whose chunks' KV may come from the remote tier first, and what fetches it: the first rank, for all.
         self._fetches: deque[tuple[BlendJob, Future[int] | None]] = deque()
-        self._blends: deque[tuple[BlendJob, Generator[int, None, dict[str, Any]]]] = deque()
+        self._blends: deque[tuple[BlendJob, Generator[int, None, Report]]] = deque()
         self._missed: OrderedDict[ChunkKey, PromptChunk] = OrderedDict()
-        self._prefixes: OrderedDict[Chunk, PrefixRun] = OrderedDict()
-        self._progress, self._busy_steps = Progress(), 0
+        self._prefixes: OrderedDict[tuple[int, ...], PrefixRun] = OrderedDict()
+        self._done: dict[str, Report | None] = {}
+        self._busy_steps = 0
 
     @property
     def waiting_misses(self) -> int:
@@ -142,10 +134,10 @@ class BlendWorker:
     def step(self, jobs: Iterable[BlendJob], missed: Iterable[PromptChunk], rows: int, *, is_idle: bool) -> None:
         """Work as much as vLLM's own prefill of `rows` tokens would: at least a layer; or when idle a missed chunk."""
         for job in jobs:
-            self._fetch(job)
+            fetches = self._store.has_remote and self._ranks.rank == 0
+            self._fetches.append((job, THREADS.call(partial(self._fetch_missing, job.prompt)) if fetches else None))
         self._begin_fetched()
-        for chunk in missed:
-            self._miss(chunk)
+        self._miss(missed)
         left = max(1, rows) * self._fusor.runner.geometry.layers
         self._busy_steps = 0 if is_idle else self._busy_steps + 1
         if not self._blends and self._busy_steps % BUSY_STEPS_A_MISS == 0:
@@ -154,29 +146,29 @@ class BlendWorker:
             job, steps = self._blends[0]
             try:
                 left -= next(steps)
+                continue
             except StopIteration as done:
-                if not done.value["blended"]:
-                    self._progress.failed.add(job.request_id)
-                self._end(job, done.value)
+                report = done.value
             except Exception as error:
                 logger.exception("request %s is computed exactly: its blend failed", job.request_id)
-                self._progress.failed.add(job.request_id)
-                self._end(job, {"blended": False, "reason": f"failed: {type(error).__name__}"})
+                report = {"blended": False, "reason": f"failed: {type(error).__name__}"}
+            self._blends.popleft()
+            self._done[job.request_id] = report
 
     def cancel(self, request_ids: Collection[str]) -> None:
         """Stop the blends of requests that have ended, whose pages are then free."""
-        for job, fetch in [one for one in self._fetches if one[0].request_id in request_ids]:
-            self._fetches.remove((job, fetch))
-            self._progress.done.add(job.request_id)
-        for job, steps in [blend for blend in self._blends if blend[0].request_id in request_ids]:
-            steps.close()
-            self._blends.remove((job, steps))
-            self._progress.done.add(job.request_id)
+        for fetch in [fetch for fetch in self._fetches if fetch[0].request_id in request_ids]:
+            self._fetches.remove(fetch)
+            self._done[fetch[0].request_id] = None
+        for blend in [blend for blend in self._blends if blend[0].request_id in request_ids]:
+            blend[1].close()
+            self._blends.remove(blend)
+            self._done[blend[0].request_id] = None
 
-    def take_progress(self) -> Progress:
-        """Outcomes of the work since the last call."""
-        progress, self._progress = self._progress, Progress()
-        return progress
+    def take_done(self) -> dict[str, Report | None]:
+        """Reports of the requests, by vLLM's ids, that were blended, failed or cancelled (None) since the last call."""
+        done, self._done = self._done, {}
+        return done
 
     def close(self) -> None:
         """Stop what is under way, and close the store."""
@@ -187,22 +179,11 @@ class BlendWorker:
         self._fetches.clear()
         self._store.close()
 
-    def _fetch(self, job: BlendJob) -> None:
-        """Copy a prompt's chunks that only the remote tier has, while requests run; then the prompt is blended."""
-        if not self._store.has_remote:
-            self._blends.append((job, self._blend(job)))
-            return
-        keys, fetch = self._prompt_of(job).keys, None
-        if self._ranks.rank == 0:
-            fetch = THREADS.call(partial(self._fetch_missing, keys, job))
-        self._fetches.append((job, fetch))
-
-    def _fetch_missing(self, keys: Sequence[ChunkKey], job: BlendJob) -> int:
+    def _fetch_missing(self, prompt: PromptTokens) -> int:
         """Fetch a prompt's missing chunks while that is predicted to be faster than computing them; returns how many came."""
-        chunks = zip(keys, job.marks.chunks, strict=True)
-        missing = sum(stop - start for key, (start, stop) in chunks if key not in self._store)
-        timeout_s = self._store.config.remote_timeout_s
-        return self._store.fetch(keys, timeout_s if self._controller is None else self._controller.full_s(missing))
+        missing = (chunk for chunk in prompt.chunks if chunk.key is not None and chunk.key not in self._store)
+        tokens, timeout_s = sum(len(chunk.token_ids) for chunk in missing), self._store.config.remote_timeout_s
+        return self._store.fetch(prompt.keys, timeout_s if self._controller is None else self._controller.full_s(tokens))
 
     def _begin_fetched(self) -> None:
         """Begin the blends of the prompts whose chunks' KV has come, or does not come."""
@@ -214,26 +195,18 @@ class BlendWorker:
                 self._fetches.remove((job, fetch))
                 self._blends.append((job, self._blend(job)))
 
-    def _prompt_of(self, job: BlendJob) -> PromptTokens:
-        return prompt_of(self._naming, job.token_ids, job.marks, job.cache_salt)
-
-    def _end(self, job: BlendJob, report: dict[str, Any]) -> None:
-        self._blends.popleft()
-        self._progress.done.add(job.request_id)
-        self._progress.reports[job.request_id] = report
-
-    def _blend(self, job: BlendJob) -> Generator[int, None, dict[str, Any]]:
+    def _blend(self, job: BlendJob) -> Generator[int, None, Report]:
         """Blend a prompt into its pages; yields what each layer cost in rows, and returns the report.
 
         An entry that turns out to be damaged is a miss in the next round.
         """
-        for _ in job.marks.chunks:
+        for _ in job.prompt.keys:
             with suppress(DamagedEntryError):
                 return (yield from self._blend_once(job))
         return (yield from self._blend_once(job))
 
-    def _blend_once(self, job: BlendJob) -> Generator[int, None, dict[str, Any]]:
-        started, prompt = time.perf_counter(), self._prompt_of(job)
+    def _blend_once(self, job: BlendJob) -> Generator[int, None, Report]:
+        started, prompt, geometry = time.perf_counter(), job.prompt, self._fusor.runner.geometry
         with ExitStack() as held:
             # 1. Look up the chunks; all ranks go on with the same hits. Compute the prefix, or look it up.
             stored, source = self._find(prompt, held)
@@ -242,31 +215,32 @@ class BlendWorker:
             policy = BlendPolicy(
                 ratio=None if job.is_least else job.ratio,
                 quality_ratio=job.ratio,
-                layers=self._fusor.runner.geometry.layers,
+                layers=geometry.layers,
                 controller=self._controller,
             )
             plan = plan_blend(prompt, Found(prefix, stored), policy)
             if plan.full_recompute:
                 if plan.predicted is not None and self._controller is not None:
                     self._controller.record(plan.predicted, load_s=0.0, compute_s=None)  # its corrections fade
-                for chunk in plan.misses:
-                    self._miss(chunk)
+                self._miss(plan.misses)
                 return {"blended": False, "reason": SLOW_LOADING}
             # 3. Blend it, each finished layer straight into the pages.
             segments = [Segment(segment.token_ids, segment.kv, segment.exact) for segment in plan.segments]
-            config = FusionConfig(recompute_ratio=plan.ratio)
-            steps = held.enter_context(closing(self._fusor.fuse_steps(segments, config, source, _PageSink(self._pages, job))))
+            config, sink = (
+                FusionConfig(recompute_ratio=plan.ratio),
+                PageSink(self._pages, job.block_ids, job.start, len(prompt)),
+            )
+            steps = held.enter_context(closing(self._fusor.fuse_steps(segments, config, source, sink)))
             for layer in steps:
                 yield _rows(layer, len(prompt))
             blended = steps.result
         # 4. Let the controller learn; what was missing is computed after its own context later, and stored.
         if plan.predicted is not None and self._controller is not None and isinstance(source, LayerLoader):
             computed_s = sum(report.compute_s for report in (*blended.selection, *blended.layers))
-            on_cpu = self._fusor.runner.geometry.device.type == "cpu"  # a GPU computes while the host waits
+            on_cpu = geometry.device.type == "cpu"  # a GPU computes while the host waits
             self._controller.record(plan.predicted, load_s=source.load_s, compute_s=computed_s if on_cpu else None)
-        for chunk in plan.misses:
-            self._miss(chunk)
-        return _report(job, stored, blended, time.perf_counter() - started)
+        self._miss(plan.misses)
+        return _report(prompt, stored, blended, time.perf_counter() - started)
 
     def _find(self, prompt: PromptTokens, held: ExitStack) -> tuple[list[KVHandle | None], LayerSource]:
         """The stored KV of each chunk, None for a miss, and what brings it; with ranks, this one's heads, in memory."""
@@ -285,14 +259,13 @@ class BlendWorker:
 
     def _own_heads(self, placement: Placement) -> ChunkKV | None:
         """The KV of this rank's heads, in memory; None for an entry that cannot be read."""
-        every = range(placement.num_layers)
         try:
-            layers = [self._ranks.own_heads(placement.read_layer(layer), self._kv_heads) for layer in every]
+            layers = [self._ranks.own_heads(placement.read_layer(layer)) for layer in range(placement.num_layers)]
         except StoreError:
             return None
         return ChunkKV(layers, placement.token_ids, placement.prefix_ids, placement.model, placement.context)
 
-    def _prefix_segment(self, ids: Chunk) -> Generator[int, None, BlendSegment | None]:
+    def _prefix_segment(self, ids: tuple[int, ...]) -> Generator[int, None, BlendSegment | None]:
         """What stands before the first chunk, with its exact KV where that is held; yields what each layer cost in rows.
 
         It is computed by itself, not in the blend: its rows are neighbours then, which vLLM's own kernel runs as vLLM does.
@@ -310,9 +283,10 @@ class BlendWorker:
         self._prefixes.move_to_end(ids)
         return BlendSegment(ids, self._prefixes[ids], exact=True)
 
-    def _miss(self, chunk: PromptChunk) -> None:
-        if chunk.key is not None and len(self._missed) < MAX_WAITING_MISSES:
-            self._missed.setdefault(chunk.key, chunk)
+    def _miss(self, chunks: Iterable[PromptChunk]) -> None:
+        for chunk in chunks:
+            if chunk.key is not None and len(self._missed) < MAX_WAITING_MISSES:
+                self._missed.setdefault(chunk.key, chunk)
 
     def _compute_missed(self) -> None:
         """Compute the KV of one missed chunk after its own context, and store it."""
@@ -322,21 +296,19 @@ class BlendWorker:
             if self._ranks.agree([key in self._store])[0]:
                 continue
             try:  # where the disk is behind, the chunk is left for a later request to miss again
-                self.precompute([(*chunk.earlier, chunk.token_ids)], {len(chunk.earlier)}, key.namespace)
+                self.precompute((*chunk.earlier, chunk.token_ids), [len(chunk.earlier)], key.namespace)
             except Exception:
                 logger.exception("the KV of a missed chunk of %d tokens is not computed", len(chunk.token_ids))
             return
 
-    def precompute(
-        self, documents: Sequence[Sequence[Chunk]], which: Collection[int] | None, namespace: str
-    ) -> tuple[int, int]:
-        """Compute and store the KV of documents' chunks.
+    def precompute(self, chunks: Sequence[tuple[int, ...]], which: Sequence[int], namespace: str) -> tuple[int, int]:
+        """Compute and store the KV of some of a document's chunks.
 
         What of a call all ranks do together does not depend on what one of them stores, or cannot.
 
         Args:
-            documents: the token ids of each document's chunks, in its order.
-            which: indexes of the chunks wanted of each; None for all.
+            chunks: the token ids of the document's chunks, in its order.
+            which: ascending indexes of the wanted ones.
             namespace: whose they are; empty for everybody's.
 
         Returns:
@@ -344,43 +316,34 @@ class BlendWorker:
             first rank knows, who writes.
         """
         # 1. Look up which are stored; all ranks compute the same.
-        wanted: list[tuple[Sequence[Chunk], list[int]]] = []
-        for chunks in documents:
-            earlier = self._naming.context.earlier(chunks)
-            asked = [index for index in range(len(chunks)) if which is None or index in which]
-            have = self._ranks.agree(self._find_stored([self._naming.key(chunks[i], earlier[i], namespace) for i in asked]))
-            wanted.append((chunks, [index for index, here in zip(asked, have, strict=True) if not here]))
-        count, stored, left = sum(len(new) for _, new in wanted), 0, 0
-        tokens = sum(len(chunks[index]) for chunks, new in wanted for index in new)
+        earlier = self._naming.context.earlier(chunks)
+        keys = {index: self._naming.key(chunks[index], earlier[index], namespace) for index in which}
+        have = self._ranks.agree(self._find_stored(list(keys.values())))
+        new = [index for index, is_stored in zip(which, have, strict=True) if not is_stored]
         geometry = self._fusor.runner.geometry
-        kv_bytes = geometry.layers * geometry.layer_bytes(tokens) * self._ranks.ranks
-        if not count or not self._ranks.agree([self._has_room(kv_bytes)])[0]:
-            return 0, count
-        # 2. Compute the others, and hand them to the store; a document at a time, whose pass is in memory until then.
-        for document in wanted:
-            for kv in self._fusor.precompute_documents([document], self._naming.prefix_ids, self._naming.context):
-                has_room, is_stored = self._put(kv, namespace)
-                left, stored = left + (not has_room), stored + is_stored
-                del kv  # a view of what its pass gave
+        kv_bytes = geometry.layers * geometry.layer_bytes(sum(len(chunks[index]) for index in new)) * self._ranks.ranks
+        if not new or not self._ranks.agree([self._has_room(kv_bytes)])[0]:
+            return 0, len(new)
+        # 2. Compute the others, and hand them to the store.
+        stored = left = 0
+        computed = self._fusor.precompute_documents([(chunks, new)], self._naming.prefix_ids, self._naming.context)
+        for index in new:
+            has_room, is_stored = self._put(
+                keys[index], next(computed)
+            )  # a view of what its pass gave, which nothing else holds
+            left, stored = left + (not has_room), stored + is_stored
+        del computed
         return_freed_memory()  # of the passes, which no request needs
         return stored, left
 
-    def _put(self, kv: ChunkKV, namespace: str) -> tuple[bool, bool]:
+    def _put(self, key: ChunkKey, kv: ChunkKV) -> tuple[bool, bool]:
         """Hand a chunk's KV to the store; returns whether it has room, and whether it stored the KV."""
-        whole = replace(kv, layers=[self._ranks.all_heads(pair, self._kv_heads) for pair in kv.layers])
-        key = ChunkKey.of(
-            whole.token_ids,
-            prefix_ids=whole.prefix_ids,
-            context=whole.context,
-            model=self._naming.model,
-            codec=self._naming.codec,
-            namespace=namespace,
-        )
-        if not self._has_room(sum(x_HTD.nbytes for pair in whole.layers for x_HTD in pair)):
+        kv = replace(kv, layers=[self._ranks.all_heads(pair) for pair in kv.layers])
+        if not self._has_room(sum(x_HTD.nbytes for pair in kv.layers for x_HTD in pair)):
             return False, False
         try:
             if self._ranks.rank == 0:
-                self._store.put(key, whole, flush=False)
+                self._store.put(key, kv, flush=False)
         except Exception as error:  # a full disk, values that the codec cannot hold: the chunk stays a miss
             logger.warning("a chunk's KV is not stored: %s: %s", type(error).__name__, error)
             return True, False
@@ -400,16 +363,16 @@ class BlendWorker:
             return [False] * len(keys)
 
 
-def _report(job: BlendJob, stored: Sequence[KVHandle | None], blended: FusionResult, blend_s: float) -> dict[str, Any]:
+def _report(prompt: PromptTokens, stored: Sequence[KVHandle | None], blended: FusionResult, blend_s: float) -> Report:
     """A request's report of its blend, for the answer."""
     hits = [len(kv.token_ids) for kv in stored if kv is not None]
     later = blended.recomputed[1:] or blended.recomputed
     return {
         "blended": True,
-        "chunks": len(job.marks.chunks),
+        "chunks": len(prompt.keys),
         "hits": len(hits),
         "hit_tokens": sum(hits),
-        "missed_tokens": sum(stop - start for start, stop in job.marks.chunks) - sum(hits),
+        "missed_tokens": sum(len(chunk.token_ids) for chunk in prompt.chunks if chunk.key is not None) - sum(hits),
         "recomputed_tokens": round(sum(map(len, later)) / len(later)),
         "recompute_ratio": round(blended.recomputed_ratio, 4),
         "wait_s": round(blended.wait_s, 4),

@@ -53,7 +53,7 @@ def find_profile(config: EngineConfig, fusor: Fusor) -> Profile | None:
     Raises:
         ProfileError: it is damaged.
     """
-    return read_profile(config.profile_dir, model=fusor.fingerprint, device=describe_device(fusor.decoder.device))
+    return read_profile(config.profile_dir, model=fusor.fingerprint, device=describe_device(fusor.runner.geometry.device))
 
 
 def make_controller(config: EngineConfig, fusor: Fusor, profile: Profile) -> LoadingController:
@@ -62,9 +62,9 @@ def make_controller(config: EngineConfig, fusor: Fusor, profile: Profile) -> Loa
     Raises:
         ProfileError: it is of another model, device or version.
     """
-    profile.check(model=fusor.fingerprint, device=describe_device(fusor.decoder.device))
+    profile.check(model=fusor.fingerprint, device=describe_device(fusor.runner.geometry.device))
     schedule = config.fusion_config(None).schedule
-    return LoadingController(config.loader, profile, schedule, copied_tiers(fusor.decoder.device))
+    return LoadingController(config.loader, profile, schedule, copied_tiers(fusor.runner.geometry.device))
 
 
 def find_controller(config: EngineConfig, fusor: Fusor) -> LoadingController | None:
@@ -79,7 +79,7 @@ def find_controller(config: EngineConfig, fusor: Fusor) -> LoadingController | N
         return make_controller(config, fusor, profile)
     logger.info(
         "no profile of this model on %s; the recompute ratio is r* = %s until `cacheblend profile` has made one",
-        describe_device(fusor.decoder.device),
+        describe_device(fusor.runner.geometry.device),
         r_star,
     )
     return None

@@ -54,10 +54,10 @@ def test_query_engine_finds_the_chunks(engine: Engine, llm: CacheBlendLLM) -> No
         engine.drain()
         first = query_engine(engine, llm).query(QUESTION)
         streamed = "".join(query_engine(engine, llm, streaming=True).query(QUESTION).response_gen)
+        prompt = TEMPLATE.format(context_str="\n\n".join(n.text.strip() for n in first.source_nodes), query_str=QUESTION)
+        plan = llm.complete(prompt).additional_kwargs["plan"]
     assert len(first.source_nodes) == 4
     assert streamed == first.response
-    prompt = TEMPLATE.format(context_str="\n\n".join(n.text.strip() for n in first.source_nodes), query_str=QUESTION)
-    plan = llm.complete(prompt).additional_kwargs["plan"]
     assert (plan["hits"], plan["misses"]) == (4, 0)
 
 

@@ -51,7 +51,7 @@ def test_langchain_documents_of_another_retriever(open_engine: OpenEngine) -> No
     """Documents that are not the engine's, or are deleted, are taken by their text; a stop string ends the answer."""
     engine = open_engine()
     example("langchain_chain").run(engine)
-    found = CacheBlendRetriever(engine=engine, top_k=2).invoke("journeys")
+    found = CacheBlendRetriever(engine=engine, num_chunks=2).invoke("journeys")
     assert [document.metadata["document_id"] for document in found] == ["travel", "leave"]
     engine.documents.delete("travel")
     model = ChatCacheBlend(engine=engine, max_tokens=20)
@@ -80,7 +80,7 @@ def test_langchain_options_of_a_call(open_engine: OpenEngine) -> None:
     """A call's options win over the model's fields, and documents above the corpus are as many as there are."""
     engine = open_engine()
     example("langchain_chain").run(engine)
-    found = CacheBlendRetriever(engine=engine, top_k=50).invoke("journeys")
+    found = CacheBlendRetriever(engine=engine, num_chunks=50).invoke("journeys")
     assert len(found) == len(engine.retriever.chunks())
     model = ChatCacheBlend(engine=engine, max_tokens=9)
     message = model.bind(max_tokens=2, temperature=0.5, method="full_recompute").invoke("When?", documents=found)

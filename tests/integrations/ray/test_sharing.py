@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from engines import CHUNK_TOKENS, make_model
@@ -14,8 +13,7 @@ from remote_servers import needs
 
 from cacheblend.base.errors import RemoteError
 from cacheblend.base.progress import Progress
-from cacheblend.integrations.ray import precompute_actor
-from cacheblend.integrations.ray.precompute_actor import share
+from cacheblend.integrations.ray.tasks import share
 from cacheblend.retriever import Document, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.ingest import DocumentEncoder, EncodedBatch
@@ -23,15 +21,15 @@ from cacheblend.store import ChunkKey, KVStore, StoreConfig
 from cacheblend.store.kv_store import SharedEntries
 
 DOCUMENTS = [Document(id=f"d{number}", title="", text=f"words of {number} that are many and more") for number in range(3)]
+PAUSES_S = (0.0, 0.0, 0.0)
 ONE_ENTRY = 2**16  # of the queue, which drops the others
 
 
 @pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+def engine(tmp_path: Path) -> Iterator[Engine]:
     """An engine whose remote tier takes little on the way."""
     needs("obstore", "objects")
     make_model(tmp_path / "model")
-    monkeypatch.setattr(precompute_actor, "PAUSES_S", (0.0, 0.0, 0.0))
     store = StoreConfig(remote=f"file://{tmp_path}/shared", remote_queue_bytes=ONE_ENTRY)
     config = EngineConfig(
         model=str(tmp_path / "model"),
@@ -78,36 +76,22 @@ def test_evicted_chunks_are_computed_again(
     assert len(batch.computed) == computed
 
 
-class RefusingStore:
-    """A store whose remote tier refuses the first calls."""
-
-    has_remote = True
-
-    def __init__(self, store: KVStore, refusals: int) -> None:
-        self._store, self.refusals, self.config = store, refusals, store.config
-        self.flush_remote = store.flush_remote
-
-    def share(self, keys: Sequence[ChunkKey]) -> SharedEntries:
-        """See `KVStore.share`."""
-        if self.refusals:
-            self.refusals -= 1
-            raise RemoteError("away for a moment")
-        return self._store.share(keys)
-
-
-def test_a_remote_that_is_away_for_a_moment(
-    engine: Engine, encoder: DocumentEncoder, batch: EncodedBatch, tmp_path: Path
+def test_a_remote_that_is_away(
+    engine: Engine, encoder: DocumentEncoder, batch: EncodedBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A remote tier that refuses some calls, as a server that restarts does, ends no ingest."""
-    refusing: Any = RefusingStore(engine.store, 3)
-    share(refusing, encoder, batch)
-    assert refusing.refusals == 0
-    assert missing(engine, batch, tmp_path) == 0
+    """A remote tier that refuses some calls, as a server that restarts does, ends no ingest; after the last pause its error
+    is raised: no document is committed whose KV is nowhere.
+    """
+    own, refusals = engine.store.share, [True] * 7
 
+    def refuse(keys: list[ChunkKey]) -> SharedEntries:
+        if refusals and refusals.pop():
+            raise RemoteError("away for a moment")
+        return own(keys)
 
-def test_a_remote_that_stays_away(engine: Engine, encoder: DocumentEncoder, batch: EncodedBatch) -> None:
-    """After the last pause the error is raised: no document is committed whose KV is nowhere."""
-    refusing: Any = RefusingStore(engine.store, 100)
+    monkeypatch.setattr(engine.store, "share", refuse)
     with pytest.raises(RemoteError, match="away for a moment"):
-        share(refusing, encoder, batch)
-    assert refusing.refusals == 96
+        share(engine.store, encoder, batch, PAUSES_S)
+    assert len(refusals) == 3
+    share(engine.store, encoder, batch, PAUSES_S)
+    assert missing(engine, batch, tmp_path) == 0

@@ -11,7 +11,7 @@ import pytest
 from cacheblend.base.errors import ConfigError, InputError, MissingExtraError
 from cacheblend.cli.main import app
 from cacheblend.integrations.ray import RayConfig
-from cacheblend.integrations.ray.source_files import ReadBatch, in_groups, list_files, read_batches
+from cacheblend.integrations.ray.tasks import ReadBatch, in_groups, list_files, read_batches
 from cacheblend.service.engine.document_sources import DocumentStream
 
 
@@ -69,9 +69,9 @@ def test_two_texts_of_one_id(tmp_path: Path) -> None:
     assert list(faults.faults) == [f"{path}: one"]
 
 
-@pytest.mark.parametrize("source", ["-", "https://example.org/a.html", "missing"])
+@pytest.mark.parametrize("source", ["-", "https://example.org/a.html", "s3://bucket/corpus", "missing"])
 def test_sources_that_no_other_process_reads(source: str) -> None:
-    """Standard input, web pages and what does not exist are refused before anything is started."""
+    """Standard input, URLs and what does not exist are refused before anything is started."""
     with pytest.raises(InputError, match=source):
         list_files([source], {})
 
@@ -97,30 +97,6 @@ def test_ray_is_not_installed(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(InputError, match="--watch cannot be given with --ray"):
         app([*command, "--watch"], standalone_mode=False)
     assert not store.exists()
-
-
-def test_objects_are_read_as_files_are(corpus: Path) -> None:
-    """Objects below a prefix of a URL give the documents of the same files in a folder."""
-    pytest.importorskip("pyarrow", reason="pyarrow is not installed; pip install 'cacheblend[ray]'")
-    from cacheblend.integrations.ray import source_files
-
-    files = list(source_files._objects(f"file://{corpus}"))
-    assert [file.id for file in files] == [
-        "bad.jsonl",
-        "empty.txt",
-        "lines.jsonl",
-        "noise.bin",
-        "sub/0.txt",
-        "sub/1.txt",
-        "sub/2.txt",
-    ]
-    found = [one for batch in read_batches(files, 64) for one in batch.documents]
-    expected = list(DocumentStream([str(corpus)]))
-    assert {(one.id, one.title, one.text) for one in found} == {(one.id, one.title, one.text) for one in expected}
-    (file,) = source_files._objects(f"file://{corpus}/lines.jsonl")
-    assert (file.id, file.is_found) == ("lines.jsonl", False)
-    with pytest.raises(InputError, match=r"holds no object|cannot be listed"):
-        list(source_files._objects(f"file://{corpus}/none"))
 
 
 def test_parquet(tmp_path: Path) -> None:

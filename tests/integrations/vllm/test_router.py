@@ -1,32 +1,46 @@
-"""Requests that mark their chunks by documents or separators, as vLLM's server gets them; vLLM itself is not needed."""
+"""Requests that mark their chunks by documents or separators, as vLLM's server gets them, and `cacheblend ingest --vllm`; vLLM
+itself is not needed.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shlex
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import uvicorn
 from make_random_model import CHAT_TEMPLATE, ModelShape, python_help, train_tokenizer
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from cacheblend.base.errors import InputError
 from cacheblend.blend import ChunkContext
+from cacheblend.cli import main as cli
 from cacheblend.integrations.vllm.config import ConnectorConfig
-from cacheblend.integrations.vllm.router import CHAT, COMPLETIONS, DOCUMENTS, BlendRoutes, PromptMarker, WindowPrecomputes
+from cacheblend.integrations.vllm.router import CHAT, COMPLETIONS, DOCUMENTS, BlendRoutes, PromptMarker, RunningEngine
+from cacheblend.service.engine.chunk_context import ChunkNaming
 
+KEY = "a key of vLLM"
+RULES = " ".join(f"Rule {number}: trains to town {number} are booked by the office. </s>" for number in range(12))
 DOCS = [
-    {"title": "Travel", "text": "Trains are booked by the office. </s> A night away is paid. " * 6},
+    {"title": "Travel", "text": RULES},
     {"text": "Lunch is at noon, and free on Fridays."},
 ]
 QUESTION = {"role": "user", "content": "Who books trains?"}
+NAMING = ChunkNaming((), ChunkContext(), "model", "raw")
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +52,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def marker(tokenizer: Any, tmp_path: Path) -> PromptMarker:
-    config = ConnectorConfig(store_dir=str(tmp_path), separator="<!chunk!>", chunk_tokens=64)
+    config = ConnectorConfig.from_options({"store_dir": str(tmp_path), "separator": "<!chunk!>", "chunk_tokens": 64})
     return PromptMarker(tokenizer, config, 2048)
 
 
@@ -113,8 +127,42 @@ def test_bad_documents_are_refused(marker: PromptMarker, documents: Any) -> None
         marker.mark(CHAT, {"messages": [QUESTION], "documents": documents})
 
 
+class Workers:
+    """The workers of a vLLM; they compute nothing.
+
+    Attributes:
+        asked: chunks, indexes and salt of each call.
+        stored: token ids of the chunks that they were asked for.
+        broken: whether they fail.
+    """
+
+    def __init__(self) -> None:
+        self.asked, self.stored, self.broken = list[Any](), set[tuple[int, ...]](), False
+
+    async def call(self, method: str, args: Any) -> list[list[int]]:
+        assert method == "cacheblend_precompute"
+        if self.broken:
+            raise RuntimeError("planted")
+        self.asked.append(args)
+        new = {tuple(args[0][index]) for index in args[1]} - self.stored
+        self.stored |= new
+        return [[len(new), 0]]
+
+
 @pytest.fixture
-def client(marker: PromptMarker) -> TestClient:
+def workers() -> Workers:
+    return Workers()
+
+
+@pytest.fixture
+def routes(marker: PromptMarker, workers: Workers) -> BlendRoutes:
+    routes = BlendRoutes()
+    routes.engine = RunningEngine(marker, NAMING, None, workers.call)
+    return routes
+
+
+@pytest.fixture
+def client(routes: BlendRoutes) -> TestClient:
     """A server that answers with what it got, after the middleware."""
 
     async def echo(request: Request) -> JSONResponse:
@@ -122,18 +170,14 @@ def client(marker: PromptMarker) -> TestClient:
         assert int(request.headers["content-length"]) == len(body)
         return JSONResponse({"got": body.decode()})
 
-    async def collective_rpc(method: str, args: Any) -> list[int]:
-        calls.append((method, *args))
-        return [[len(args[1]), 0]]
-
-    calls: list[Any] = []
     app = Starlette(routes=[Route(path, echo, methods=["POST"]) for path in (CHAT, COMPLETIONS, "/v1/other")])
-    routes = BlendRoutes()
     routes.attach_router(app)
-    client = TestClient(app)
-    client.calls, client.routes = calls, routes  # type: ignore[attr-defined]  # for the tests below
-    routes._marker, routes._engine = marker, SimpleNamespace(collective_rpc=collective_rpc)
-    return client
+    return TestClient(app)
+
+
+def replace_engine(routes: BlendRoutes, **changed: Any) -> None:
+    assert routes.engine is not None
+    routes.engine = replace(routes.engine, **changed)
 
 
 def test_bodies_pass_the_middleware(client: TestClient) -> None:
@@ -147,50 +191,45 @@ def test_bodies_pass_the_middleware(client: TestClient) -> None:
         assert (refused.status_code, refused.json()["error"]["type"]) == (400, "BadRequestError")
 
 
-def test_documents_are_stored_window_by_window(client: TestClient) -> None:
+def test_documents_are_stored_window_by_window(client: TestClient, routes: BlendRoutes, workers: Workers) -> None:
     """Each call to the workers has the chunks of one window of one document, and computes those that are new in it."""
-    routes: Any = client.routes  # type: ignore[attr-defined]
-    routes._precomputes = WindowPrecomputes((), ChunkContext(document_tokens=140), None)
+    context = ChunkContext(document_tokens=140)
+    replace_engine(routes, naming=replace(NAMING, context=context))
     answer = client.post(DOCUMENTS, json={"documents": DOCS, "cache_salt": "tenant"})
     assert answer.json()["documents"] == 2
     assert answer.json()["stored_chunks"] == answer.json()["chunks"] > 2
-    calls: Any = client.calls  # type: ignore[attr-defined]
-    assert all(call[0] == "cacheblend_precompute" and call[3] == "tenant" for call in calls)
-    sizes = [sum(map(len, window)) for _, (window,), _, _ in calls]
-    assert len(sizes) > 3
-    assert max(sizes) <= 140
-    split = [[list(chunk) for chunk in routes._marker.split(document)] for document in DOCS]
-    asked = [window[index] for _, (window,), new, _ in calls for index in new]
+    assert {salt for *_, salt in workers.asked} == {"tenant"}
+    assert len(workers.asked) > 3
+    assert max(sum(map(len, window)) for window, _, _ in workers.asked) <= 140
+    assert routes.engine is not None
+    split = [routes.engine.marker.split(document) for document in DOCS]
+    asked = [tuple(window[index]) for window, new, _ in workers.asked for index in new]
     assert asked == [chunk for chunks in split for chunk in chunks]
     # The chunks that a worker computes each after are the ones of the whole document.
-    context = routes._precomputes.context
-    before = [context.earlier(window)[index] for _, (window,), new, _ in calls for index in new]
-    assert before == [tuple(earlier) for chunks in split for earlier in context.earlier(chunks)]
+    before = [tuple(map(tuple, context.earlier(window)[index])) for window, new, _ in workers.asked for index in new]
+    assert before == [earlier for chunks in split for earlier in context.earlier(chunks)]
     assert client.post(DOCUMENTS, json={"documents": []}).status_code == 400
 
 
-def test_what_the_disk_is_behind_with_is_asked_for_again(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_disk_is_behind_with_is_asked_for_again(client: TestClient, routes: BlendRoutes) -> None:
     """Chunks that the workers leave, since too much waits to be written, are computed by a later call, and counted once."""
-    monkeypatch.setattr("cacheblend.integrations.vllm.router.BUSY_S", 0)
-    routes: Any = client.routes  # type: ignore[attr-defined]
     answers = [[0, 2], [1, 1], [1, 0]]
 
-    async def collective_rpc(*_: Any, **__: Any) -> list[list[int]]:
+    async def call(*_: Any, **__: Any) -> list[list[int]]:
         return [answers.pop(0)]
 
-    routes._engine = SimpleNamespace(collective_rpc=collective_rpc)
+    replace_engine(routes, call=call)
     answer = client.post(DOCUMENTS, json={"documents": DOCS[1:]})
     assert (answer.json()["stored_chunks"], answers) == (2, [])
 
 
-def test_a_document_that_is_too_long_is_refused_before_any_is_computed(client: TestClient) -> None:
+def test_a_document_that_is_too_long_is_refused_at_once(client: TestClient, routes: BlendRoutes, workers: Workers) -> None:
     """A chunk that is beyond the model's positions, after what it is computed after, is the request's error."""
-    routes: Any = client.routes  # type: ignore[attr-defined]
-    routes._precomputes = WindowPrecomputes((1, 2), ChunkContext(filler_ids=(3,), document_tokens=10), 50)
+    naming = replace(NAMING, prefix_ids=(1, 2), context=ChunkContext(filler_ids=(3,), document_tokens=10))
+    replace_engine(routes, naming=naming, max_positions=30)
     refused = client.post(DOCUMENTS, json={"documents": [DOCS[1], DOCS[0]]})
-    assert (refused.status_code, "50 positions" in refused.json()["error"]["message"]) == (400, True)
-    assert client.calls == []  # type: ignore[attr-defined]
-    assert client.post(DOCUMENTS, json={"documents": DOCS[1:]}).status_code == 200
+    assert (refused.status_code, "30 positions" in refused.json()["error"]["message"]) == (400, True)
+    assert not workers.asked
 
 
 def test_the_docs_command(client: TestClient) -> None:
@@ -204,13 +243,118 @@ def test_the_docs_command(client: TestClient) -> None:
     assert (answer.status_code, answer.json()["documents"]) == (200, 1)
 
 
-def test_without_the_connector_nothing_is_changed(client: TestClient) -> None:
+def test_without_the_connector_nothing_is_changed(client: TestClient, routes: BlendRoutes) -> None:
     """A server that runs without the connector gets requests as they came, and stores no documents."""
-    routes: Any = client.routes  # type: ignore[attr-defined]
-    routes._marker = None
+    routes.engine = None
     body = json.dumps({"messages": [QUESTION], "documents": DOCS}).encode()
     assert client.post(CHAT, content=body).json()["got"].encode() == body
     assert client.post(DOCUMENTS, json={"documents": DOCS}).status_code == 503
     engine = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=None))
     asyncio.run(routes.init_state(engine, None, None))
-    assert routes._marker is None
+    assert routes.engine is None
+
+
+class _KeyCheck:
+    """As vLLM's `--api-key` does."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and Request(scope).headers.get("authorization") != f"Bearer {KEY}":
+            refused: Response = JSONResponse({"error": "Unauthorized"}, 401)
+            return await refused(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+
+@pytest.fixture
+def url(routes: BlendRoutes) -> Iterator[str]:
+    """Address of a server with the routes, until the test ends."""
+    app = Starlette()
+    app.add_middleware(_KeyCheck)
+    routes.attach_router(app)
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        process = uvicorn.Server(uvicorn.Config(app, log_config=None, ws="none", lifespan="off"))
+        thread = threading.Thread(target=process.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            while not process.started:
+                time.sleep(0.001)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            process.should_exit = True
+            thread.join()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two documents, one of several chunks."""
+    pytest.importorskip("pathspec", reason="pathspec is not installed; the extra [rag] brings it")
+    files = tmp_path / "handbook"
+    files.mkdir()
+    (files / "travel.md").write_text(RULES, encoding="utf-8")
+    (files / "lunch.txt").write_text("Lunch is at noon, and free on Fridays.", encoding="utf-8")
+    return files
+
+
+def ingest(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["ingest", *arguments])
+    captured = capsys.readouterr()
+    return int(ended.value.code or 0), captured.out, captured.err
+
+
+def test_files_are_stored_by_the_running_engine(
+    url: str, workers: Workers, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder's documents are posted one by one; a file that cannot be used is named; a second run computes nothing."""
+    monkeypatch.setenv("CACHEBLEND_VLLM_API_KEY", KEY)
+    (folder / "broken.jsonl").write_text("{not json", encoding="utf-8")
+    code, out, err = ingest(capsys, str(folder), "--vllm", f"{url}/v1", "--json")
+    report = json.loads(out)
+    assert (code, "broken.jsonl" in err) == (1, True)
+    assert [Path(name).name for name in report["faults"]] == ["broken.jsonl"]
+    assert (report["documents"], report["computed"], report["already_stored"]) == (2, len(workers.stored), 0)
+    assert report["chunks"] > 2
+    (folder / "broken.jsonl").unlink()
+    code, out, _ = ingest(capsys, str(folder), "--vllm", url)
+    assert (code, f"KV of 0 computed, {report['chunks']} stored before" in out) == (0, True)
+
+
+def test_a_document_that_is_refused_is_named(
+    url: str, routes: BlendRoutes, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What vLLM refuses of one document, such as a chunk beyond the model's positions, has its id; the others are stored."""
+    replace_engine(routes, max_positions=50)
+    code, out, err = ingest(capsys, str(folder), "--vllm", url, "--vllm-api-key", KEY, "--json")
+    report = json.loads(out)
+    assert (code, report["documents"], report["computed"]) == (1, 1, 1)
+    ((name, why),) = report["faults"].items()
+    assert ("travel.md" in name, "50 positions" in why, "travel.md: " in err) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("address", "options", "code", "said"),
+    [
+        ("URL", [], 2, "give --vllm-api-key"),
+        ("URL/other", ["--vllm-api-key", KEY], 1, "VLLM_PLUGINS=cacheblend"),
+        ("URL", ["--vllm-api-key", KEY], 1, "answers 500"),
+        ("http://127.0.0.1:1", [], 1, "does not answer"),
+        ("localhost:8000", [], 2, "http://localhost:8000"),
+        ("URL", ["--watch"], 2, "--watch"),
+    ],
+)
+def test_what_is_wrong_with_the_server_is_said(
+    url: str,
+    workers: Workers,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    address: str,
+    options: list[str],
+    code: int,
+    said: str,
+) -> None:
+    """A wrong key, no such route, a failing engine and nobody there are one line each, with what to do."""
+    workers.broken = True
+    ended, _, err = ingest(capsys, str(folder), "--vllm", address.replace("URL", url), *options)
+    assert (ended, said in err) == (code, True)

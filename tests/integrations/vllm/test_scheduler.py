@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.blend import ChunkContext, KVGeometry
 from cacheblend.integrations.vllm.config import ConnectorConfig
-from cacheblend.integrations.vllm.marks import Marks
-from cacheblend.integrations.vllm.scheduler import BlendScheduler
+from cacheblend.integrations.vllm.scheduler import BlendScheduler, Marks
 from cacheblend.service.engine.chunk_context import ChunkNaming
 from cacheblend.store import ChunkKey
 
@@ -34,10 +33,8 @@ class _Request(SimpleNamespace):
             kv_transfer_params=params,
             prompt_token_ids=tokens,
             num_prompt_tokens=len(tokens),
-            lora_request=None,
             mm_features=[],
             prompt_embeds=None,
-            sampling_params=object(),
             skip_reading_prefix_cache=False,
             resumable=False,
             cache_salt=None,
@@ -87,31 +84,26 @@ def test_a_prompt_is_handed_over_but_for_its_last_token() -> None:
     assert scheduler.matched(request, 4) == 75
     scheduler.allocated(request, list(range(20)), 75)
     (job,), missed = scheduler.take_jobs()
-    assert (job.start, job.ratio, job.marks.chunks, missed) == (4, 0.1, ((5, 37), (37, 69)), [])
+    assert (job.start, job.ratio, job.is_least, missed) == (4, 0.1, True, [])
+    assert job.prompt.token_ids == tuple(TOKENS)
+    assert [chunk.token_ids for chunk in job.prompt.chunks] == [tuple(TOKENS[start:stop]) for start, stop in CHUNKS]
     assert scheduler.take_jobs() == ([], [])
 
 
-def test_a_failed_blend_is_left_to_vllm_until_the_next_preemption() -> None:
-    """A request is offered once for each time that it begins; what failed is not tried again at once."""
+def test_when_vllm_computes_a_marked_prompt() -> None:
+    """Where its prefix cache leaves no more rows than a blend would run; after a failed blend, until the next preemption."""
     scheduler, request = _scheduler(), _Request(_marked())
     scheduler.arrive(request)
+    assert scheduler.matched(request, 60) == 0
     scheduler.allocated(request, [1], scheduler.matched(request, 0))
     assert scheduler.matched(request, 0) == 0
     request.num_preemptions = 1
     assert scheduler.matched(request, 0) == 79
 
 
-def test_what_vllm_has_cached_of_a_blended_prompt_is_not_blended_again() -> None:
-    """Where vLLM's prefix cache leaves no more rows than a blend would run, vLLM computes them."""
-    scheduler, request = _scheduler(), _Request(_marked())
-    scheduler.arrive(request)
-    assert scheduler.matched(request, 60) == 0
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"lora_request": object()}, "lora"),
         ({"mm_features": [object()]}, "multimodal"),
         ({"prompt_embeds": object()}, "prompt_embeds"),
         ({"skip_reading_prefix_cache": True}, "prompt_logprobs"),
@@ -175,13 +167,12 @@ def test_a_prefix_that_workers_do_not_keep_counts_as_computed(prefix_tokens: int
 
 def test_prefixs_have_a_part_of_the_ram_budget() -> None:
     """The store and the kept prefixs of all workers take no more than the RAM budget together."""
-    config = ConnectorConfig(store_dir="x", ram_budget_bytes=2**30)
+    config = ConnectorConfig.from_options({"store_dir": "x", "ram_budget_bytes": 2**30})
     geometry = KVGeometry(32, 4, 128, torch.bfloat16, torch.device("cpu"))
     tokens, token_bytes = config.prefix_tokens(geometry, 2), 32 * geometry.layer_bytes(1)
     assert tokens > 0
     total = 2 * (tokens * token_bytes + config.store_config(2).ram_budget_bytes)
     assert 2**30 - 4 * token_bytes < total <= 2**30
-    assert ConnectorConfig(store_dir="x", ram_budget_bytes=1).prefix_tokens(geometry, 1) == 0
 
 
 def test_unmarked_requests_are_not_touched() -> None:
@@ -208,12 +199,11 @@ def test_tenants_have_keys_of_their_own() -> None:
 
 @given(borders=st.lists(st.integers(0, 60), max_size=8, unique=True), ratio=st.none() | st.floats(0, 1))
 def test_marks_are_read_as_written(borders: list[int], ratio: float | None) -> None:
-    """Marks that fit a prompt come back as they were given, and others of the same prompt have another salt."""
+    """Marks that fit a prompt are read, and others of the same prompt have another salt."""
     chunks = [list(pair) for pair in zip(sorted(borders)[::2], sorted(borders)[1::2], strict=False)]
     marks = Marks.read({"chunks": chunks, "ratio": ratio}, 60)
-    assert Marks.read(marks.as_params(), 60) == marks
-    assert marks.salt(0.1, "a") != marks.salt(0.2, "a")
-    assert marks.salt(0.1, "a") != marks.salt(0.1, "b")
+    assert marks == Marks(tuple(map(tuple, chunks)), tuple(range(len(chunks))), ratio)
+    assert len({marks.salt(0.1, "a"), marks.salt(0.2, "a"), marks.salt(0.1, "b")}) == 3
 
 
 @pytest.mark.parametrize(
@@ -256,7 +246,7 @@ def test_the_remote_tier_is_an_option_or_a_variable(monkeypatch: pytest.MonkeyPa
     assert "hidden" not in repr(config)
     monkeypatch.setenv("CACHEBLEND_REMOTE", "unix:///run/redis")
     monkeypatch.setenv("CACHEBLEND_REMOTE_SECRET", "a secret of the deployment")
-    assert ConnectorConfig.from_options(given).remote == given["remote"]
+    assert ConnectorConfig.from_options(given).store_config().remote == given["remote"]
     by_variable = ConnectorConfig.from_options({"store_dir": "x"}).store_config()
     assert (by_variable.remote, by_variable.read_secret()) == ("unix:///run/redis", b"a secret of the deployment")
     with pytest.raises(ConfigError, match="remote"):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +16,7 @@ from tiny_models import VOCAB, tiny_model
 
 from cacheblend.base.errors import InputError, StoreFullError
 from cacheblend.blend import ChunkContext, Fusor
-from cacheblend.integrations.vllm.marks import Marks
-from cacheblend.integrations.vllm.scheduler import BlendJob
+from cacheblend.integrations.vllm.scheduler import BlendJob, Marks
 from cacheblend.integrations.vllm.worker import BlendWorker
 from cacheblend.service.engine.chunk_context import ChunkNaming
 from cacheblend.service.engine.prompt import PromptChunk
@@ -28,42 +27,26 @@ SPANS = ((8, 30), (30, 52))
 CHUNKS = [PROMPT[start:stop] for start, stop in SPANS]
 
 
-class OneRank:
-    """The only process that holds the model."""
-
-    ranks, rank = 1, 0
-
-    def agree(self, flags: Sequence[bool]) -> list[bool]:
-        return list(flags)
-
-    def own_heads(self, pair: LayerPair, kv_heads: int) -> LayerPair:
-        return pair
-
-    def all_heads(self, pair: LayerPair, kv_heads: int) -> LayerPair:
-        return pair
-
-
-class ManyRanks(OneRank):
-    """One of several processes, which has read all heads; the others say what it says."""
-
-    ranks = 2
-
-
-class CountedRanks(ManyRanks):
-    """The same; knows how often the others were waited for.
+class Ranks:
+    """One of several processes that hold the model, which has read all heads; the others say what it says.
 
     Attributes:
-        together: numbers of what was asked of all: flags agreed upon, and layers.
+        together: numbers of what was asked of all: flags agreed upon, and -1 for a layer.
     """
 
-    def __init__(self) -> None:
-        self.together = list[int]()
+    rank = 0
+
+    def __init__(self, ranks: int = 1) -> None:
+        self.ranks, self.together = ranks, list[int]()
 
     def agree(self, flags: Sequence[bool]) -> list[bool]:
         self.together.append(len(flags))
         return list(flags)
 
-    def all_heads(self, pair: LayerPair, kv_heads: int) -> LayerPair:
+    def own_heads(self, pair: LayerPair) -> LayerPair:
+        return pair
+
+    def all_heads(self, pair: LayerPair) -> LayerPair:
         self.together.append(-1)
         return pair
 
@@ -81,38 +64,40 @@ class Machine:
     Args:
         folder: of its store.
         remote: URL; None for none.
-        ranks: see `BlendWorker`.
-        prefix_tokens: see `BlendWorker`.
+        ranks, prefix_tokens: see `BlendWorker`.
     """
 
-    def __init__(self, folder: Path, remote: str | None, ranks: OneRank, prefix_tokens: int = 0) -> None:
+    def __init__(self, folder: Path, remote: str | None = None, ranks: int = 1, prefix_tokens: int = 0) -> None:
         fusor = Fusor(tiny_model("llama"))
         self.keys = ChunkNaming((1,), ChunkContext(), fusor.fingerprint, "raw")
         self.store = KVStore(StoreConfig(directory=folder, remote=remote, remote_timeout_s=5))
-        self.pages = WrittenPages()
-        self.worker = BlendWorker(fusor, self.keys, self.store, self.pages, ranks, kv_heads=2, prefix_tokens=prefix_tokens)
+        self.pages, self.ranks = WrittenPages(), Ranks(ranks)
+        self.worker = BlendWorker(fusor, self.keys, self.store, self.pages, self.ranks, prefix_tokens)
         self.steps = 0
 
     def blend(self, prefix: Sequence[int] = (), rows: int = 100, ratio: float = 0.15) -> dict[str, Any]:
-        """The report of the prompt's blend, after an prefix, with so many rows a step; `steps` counts those."""
-        spans = tuple((start + len(prefix), stop + len(prefix)) for start, stop in SPANS)
-        job = BlendJob("one", (*prefix, *PROMPT), (0, 1), 0, Marks(spans), ratio, is_least=False, cache_salt=None)
-        self.worker.step([job], [], rows, is_idle=False)
+        """The report of the prompt's blend, after a prefix, with so many rows a step; `steps` counts those."""
+        self.worker.step([self.job(prefix, ratio)], [], rows, is_idle=False)
         self.steps, deadline = 1, time.monotonic() + 60
-        while not (progress := self.worker.take_progress()).done:
+        while not (done := self.worker.take_done()):
             assert time.monotonic() < deadline
             self.worker.step([], [], rows, is_idle=False)
             self.steps += 1
         assert not self.worker.blending
-        return progress.reports["one"]
+        return done["one"]
+
+    def job(self, prefix: Sequence[int] = (), ratio: float = 0.15) -> BlendJob:
+        """The prompt's, after a prefix."""
+        marks = Marks(tuple((start + len(prefix), stop + len(prefix)) for start, stop in SPANS), (0, 1))
+        return BlendJob("one", marks.prompt(self.keys, (*prefix, *PROMPT), None), ratio, is_least=False, block_ids=(0, 1))
+
+    def precompute(self) -> tuple[int, int]:
+        """Sums of what the worker says of the chunks, each a document of its own."""
+        stored, left = zip(*(self.worker.precompute([chunk], [0], "") for chunk in CHUNKS), strict=True)
+        return sum(stored), sum(left)
 
 
-class OpenMachine(Protocol):
-    """Opens machines."""
-
-    def __call__(
-        self, name: str, remote: str | None = None, ranks: OneRank | None = None, prefix_tokens: int = 0
-    ) -> Machine: ...
+OpenMachine = Callable[..., Machine]
 
 
 @pytest.fixture
@@ -120,8 +105,8 @@ def open_machine(tmp_path: Path) -> Iterator[OpenMachine]:
     """Opens a machine by its name; all are closed afterwards."""
     with ExitStack() as opened:
 
-        def open_one(name: str, remote: str | None = None, ranks: OneRank | None = None, prefix_tokens: int = 0) -> Machine:
-            machine = Machine(tmp_path / name, remote, ranks or OneRank(), prefix_tokens)
+        def open_one(name: str, **options: Any) -> Machine:
+            machine = Machine(tmp_path / name, **options)
             opened.callback(machine.worker.close)
             return machine
 
@@ -135,17 +120,17 @@ def remote(tmp_path: Path) -> str:
     return f"file://{tmp_path}/objects"
 
 
-@pytest.mark.parametrize("ranks", [OneRank(), ManyRanks()], ids=["one rank", "ranks"])
-def test_what_another_machine_stored_is_blended(open_machine: OpenMachine, remote: str, ranks: OneRank) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_another_machine_stored_is_blended(open_machine: OpenMachine, remote: str, ranks: int) -> None:
     """Chunks' KV that one worker has computed comes through the remote tier to another's disk; the blends are equal."""
-    first, second = open_machine("a", remote, ranks), open_machine("b", remote, ranks)
-    assert first.worker.precompute([[chunk] for chunk in CHUNKS], None, "") == (2, 0)
+    first, second = open_machine("a", remote=remote, ranks=ranks), open_machine("b", remote=remote, ranks=ranks)
+    assert first.precompute() == (2, 0)
     assert first.store.flush_remote(30)
     assert first.blend()["hits"] == 2
     keys = [second.keys.key(chunk, ()) for chunk in CHUNKS]
     assert [key in second.store for key in keys] == [False, False]
     assert second.store.find(keys) == [True, True]
-    assert second.worker.precompute([[chunk] for chunk in CHUNKS], None, "") == (0, 0)
+    assert second.precompute() == (0, 0)
     assert second.blend()["hits"] == 2
     assert [key in second.store for key in keys] == [True, True]
     assert all(torch.equal(first.pages[layer], second.pages[layer]) for layer in first.pages)
@@ -153,8 +138,8 @@ def test_what_another_machine_stored_is_blended(open_machine: OpenMachine, remot
 
 def test_a_remote_tier_that_goes_makes_misses(open_machine: OpenMachine, remote: str, tmp_path: Path) -> None:
     """Where the remote tier has lost what the scheduler found there, the prompt is computed, and its chunks are misses."""
-    first, second = open_machine("a", remote), open_machine("b", remote)
-    first.worker.precompute([[chunk] for chunk in CHUNKS], None, "")
+    first, second = open_machine("a", remote=remote), open_machine("b", remote=remote)
+    first.precompute()
     assert first.store.flush_remote(30)
     shutil.rmtree(tmp_path / "objects")
     report = second.blend()
@@ -164,11 +149,11 @@ def test_a_remote_tier_that_goes_makes_misses(open_machine: OpenMachine, remote:
 
 def test_a_cancelled_request_waits_for_nothing(open_machine: OpenMachine, remote: str) -> None:
     """A request that ends while its chunks' KV is on its way is done at once, and nothing of it is left."""
-    machine = open_machine("a", remote)
-    job = BlendJob("gone", PROMPT, (0, 1), 0, Marks(SPANS), 0.15, is_least=False, cache_salt=None)
-    machine.worker._fetch(job)
-    machine.worker.cancel({"gone"})
-    assert machine.worker.take_progress().done == {"gone"}
+    machine = open_machine("a", remote=remote)
+    machine.worker.step([machine.job()], [], 0, is_idle=False)
+    assert machine.worker.blending
+    machine.worker.cancel({"one"})
+    assert machine.worker.take_done() == {"one": None}
     assert not machine.worker.blending
 
 
@@ -179,7 +164,7 @@ def prefix(seed: int, tokens: int = 70) -> tuple[int, ...]:
 def test_a_prefix_is_computed_a_layer_a_step(open_machine: OpenMachine) -> None:
     """A new prefix is computed in steps that yield as a blend's do, and once: later prompts spare its steps, and are equal."""
     machine = open_machine("a", prefix_tokens=100)
-    machine.worker.precompute([[chunk] for chunk in CHUNKS], None, "")
+    machine.precompute()
     layers = machine.worker._fusor.runner.geometry.layers
     machine.blend(prefix(1), rows=1)
     steps, pages = machine.steps, dict(machine.pages)
@@ -187,31 +172,23 @@ def test_a_prefix_is_computed_a_layer_a_step(open_machine: OpenMachine) -> None:
     assert machine.steps == steps - layers
     assert all(torch.equal(pages[layer], machine.pages[layer]) for layer in pages)
     whole = open_machine("b")
-    whole.worker.precompute([[chunk] for chunk in CHUNKS], None, "")
+    whole.precompute()
     whole.blend(prefix(1))
     assert max(float((whole.pages[layer] - pages[layer]).abs().max()) for layer in pages) < 1e-4
 
 
 def test_held_prefixes_are_bounded(open_machine: OpenMachine) -> None:
-    """The prefixs that were used longest ago make room for a new one; one that is longer than all room is not kept."""
+    """The prefixes that were used longest ago make room for a new one; one that is longer than all room is not kept."""
     machine = open_machine("a", prefix_tokens=150)
 
-    def kept(*prefixs: tuple[int, ...]) -> bool:
-        return list(machine.worker._prefixes) == [(*one, *PROMPT[: SPANS[0][0]]) for one in prefixs]
+    def kept(*prefixes: tuple[int, ...]) -> bool:
+        return list(machine.worker._prefixes) == [(*one, *PROMPT[: SPANS[0][0]]) for one in prefixes]
 
     for seed, tokens in ((1, 64), (2, 64), (1, 64), (3, 64), (4, 143)):
         machine.blend(prefix(seed, tokens))
     assert kept(prefix(1, 64), prefix(3, 64))
     machine.blend(prefix(5, 100))
     assert kept(prefix(5, 100))
-
-
-def test_chunks_that_are_not_wanted_are_not_looked_up(open_machine: OpenMachine) -> None:
-    """Of a document's chunks, the keys of those that are asked for are made and looked up, and no others."""
-    ranks = CountedRanks()
-    machine = open_machine("a", ranks=ranks)
-    assert machine.worker.precompute([[*CHUNKS, *CHUNKS, *CHUNKS]], [2, 3], "") == (2, 0)
-    assert ranks.together[0] == 2
 
 
 @pytest.mark.parametrize("error", [InputError("planted"), StoreFullError("planted"), RuntimeError("planted")])
@@ -221,8 +198,7 @@ def test_a_chunk_that_one_rank_cannot_store_keeps_no_other_waiting(
     """What the first rank's store raises leaves a miss; of each chunk all ranks still gather each layer."""
     seen = []
     for refused in (0, 1):
-        ranks = CountedRanks()
-        machine = open_machine(f"refuses {refused}", ranks=ranks)
+        machine = open_machine(f"refuses {refused}", ranks=2)
         own = machine.store.put
 
         def put(key: ChunkKey, kv: ChunkKV, *, refused: int = refused, own: Any = own, **options: Any) -> Any:
@@ -231,22 +207,18 @@ def test_a_chunk_that_one_rank_cannot_store_keeps_no_other_waiting(
             return own(key, kv, **options)
 
         monkeypatch.setattr(machine.store, "put", put)
-        assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, "") == (2 - refused, 0)
-        assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, "") == (0, 0)
-        seen.append(ranks.together[: 2 + 1 + 2 * machine.worker._fusor.runner.geometry.layers])
+        assert machine.precompute() == (2 - refused, 0)
+        assert machine.precompute() == (0, 0)
+        seen.append(machine.ranks.together[: 2 * (2 + machine.worker._fusor.runner.geometry.layers)])
     assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize("is_refused", [False, True])
-def test_a_step_computes_one_missed_chunk_on_every_rank(
-    open_machine: OpenMachine, monkeypatch: pytest.MonkeyPatch, is_refused: bool
-) -> None:
+def test_a_step_computes_one_missed_chunk_on_every_rank(open_machine: OpenMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank that cannot store a missed chunk does not go on to the next one, which the others compute a step later."""
-    machine = open_machine("a", ranks=CountedRanks())
+    machine = open_machine("a", ranks=2)
 
     def put(*_: Any, **__: Any) -> None:
-        if is_refused:
-            raise InputError("planted")
+        raise InputError("planted")
 
     monkeypatch.setattr(machine.store, "put", put)
     machine.worker.step([], [PromptChunk(chunk, machine.keys.key(chunk, ())) for chunk in CHUNKS], 100, is_idle=True)
@@ -255,19 +227,17 @@ def test_a_step_computes_one_missed_chunk_on_every_rank(
 
 def test_a_store_that_cannot_be_read_keeps_no_rank_waiting(open_machine: OpenMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that cannot look chunks up says that it has none, instead of saying nothing."""
-    ranks = CountedRanks()
-    machine = open_machine("a", ranks=ranks)
+    machine = open_machine("a", ranks=2)
 
     def broken(*_: Any, **__: Any) -> list[bool]:
         raise StoreFullError("planted")
 
     monkeypatch.setattr(machine.store, "find", broken)
-    assert machine.worker.precompute([CHUNKS], None, "") == (2, 0)
-    assert ranks.together[0] == 2
+    assert machine.worker.precompute(CHUNKS, [0, 1], "") == (2, 0)
+    assert machine.ranks.together[0] == 2
     monkeypatch.setattr(machine.store, "pin", broken)
     report = machine.blend()
-    assert report["blended"]
-    assert report["hits"] == 0
+    assert (report["blended"], report["hits"]) == (True, 0)
 
 
 def test_a_disk_that_is_behind_does_not_stop_the_engine(open_machine: OpenMachine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,12 +246,12 @@ def test_a_disk_that_is_behind_does_not_stop_the_engine(open_machine: OpenMachin
     stats, behind = machine.store.stats, machine.store.config.write_queue_bytes
     monkeypatch.setattr(machine.store, "stats", lambda: replace(stats(), pending_bytes=behind))
     monkeypatch.setattr(machine.worker._fusor, "precompute_documents", lambda *_: pytest.fail("computed"))
-    assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, "") == (0, 2)
+    assert machine.precompute() == (0, 2)
     machine.worker.step([], [PromptChunk(CHUNKS[0], machine.keys.key(CHUNKS[0], ()))], 100, is_idle=True)
     assert machine.worker.waiting_misses == 0
     monkeypatch.undo()
     behind = 0
-    assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, "") == (2, 0)
+    assert machine.precompute() == (2, 0)
 
 
 def test_a_disk_that_falls_behind_leaves_the_others(open_machine: OpenMachine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,6 +266,6 @@ def test_a_disk_that_falls_behind_leaves_the_others(open_machine: OpenMachine, m
     monkeypatch.setattr(machine.store, "put", count)
     limit_bytes = machine.store.config.write_queue_bytes
     monkeypatch.setattr(machine.store, "stats", lambda: replace(stats(), pending_bytes=limit_bytes * len(put)))
-    assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, "") == (1, 1)
+    assert machine.worker.precompute(CHUNKS, [0, 1], "") == (1, 1)
     monkeypatch.undo()
-    assert machine.worker.precompute([[chunk] for chunk in CHUNKS], None, "") == (1, 0)
+    assert machine.worker.precompute(CHUNKS, [0, 1], "") == (1, 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -148,10 +147,11 @@ class Served:
         )
         return every
 
-    def precompute(self, *documents: Sequence[Sequence[int]]) -> None:
-        """Store the KV of documents' chunks, through the running engine."""
-        plain = [[[int(token) for token in chunk] for chunk in document] for document in documents]
-        store_chunks(self.llm, plain)
+    def precompute(self, chunks: Sequence[Sequence[int]]) -> None:
+        """Store the KV of chunks that are documents of their own, through the running engine."""
+        for chunk in chunks:
+            args = ([[int(token) for token in chunk]], [0], None)
+            assert self.llm.collective_rpc("cacheblend_precompute", args=args) == [[1, 0]]
         self.connector._worker._store.flush()
 
     @property
@@ -169,12 +169,6 @@ class Served:
     def free_blocks(self) -> int:
         """Pages that no request holds."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
-
-
-def store_chunks(llm: Any, documents: Sequence[Sequence[Sequence[int]]]) -> None:
-    """Store the KV of documents' chunks through a running engine; asks again for what it leaves while its disk is behind."""
-    while llm.collective_rpc("cacheblend_precompute", args=(documents, None, None))[0][1]:
-        time.sleep(0.1)
 
 
 def first_logprobs(output: Any) -> torch.Tensor:
