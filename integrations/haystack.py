@@ -43,7 +43,6 @@ class CacheBlendRetriever:
 
     @component.output_types(documents=list[Document])
     def run(self, query: str, top_k: int | None = None) -> dict[str, list[Document]]:
-        """Search."""
         found = self._engine.search(query, self._top_k if top_k is None else top_k)
         return {"documents": [_document(scored) for scored in found]}
 

@@ -77,12 +77,7 @@ class ChatCacheBlend(BaseChatModel):
     `presence_penalty`, `frequency_penalty`, `repetition_penalty` and `response_format`.
 
     Args:
-        engine: open.
-        method: see `Engine.answer`.
-        recompute_ratio: see `Engine.answer`.
-        max_tokens: see `Engine.answer`.
-        temperature: see `Engine.answer`.
-        top_p: see `Engine.answer`.
+        engine: open; for the others see `RequestOptions`.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -95,7 +90,6 @@ class ChatCacheBlend(BaseChatModel):
     _chat: EngineChat = PrivateAttr()
 
     def model_post_init(self, context: Any, /) -> None:
-        """Called by pydantic."""
         super().model_post_init(context)
         self._chat = EngineChat(self.engine)
 

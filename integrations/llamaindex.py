@@ -82,11 +82,7 @@ class CacheBlendLLM(CustomLLM):
     loop goes on during the asynchronous calls.
 
     Args:
-        engine: open.
-        method: see `Engine.answer`.
-        recompute_ratio: see `Engine.answer`.
-        max_tokens: see `Engine.answer`.
-        temperature: see `Engine.answer`.
+        engine: open; for the others see `RequestOptions`.
     """
 
     engine: Any = Field(exclude=True)  # an Engine
@@ -97,13 +93,11 @@ class CacheBlendLLM(CustomLLM):
     _chat: EngineChat = PrivateAttr()
 
     def model_post_init(self, context: Any, /) -> None:
-        """Called by pydantic."""
         super().model_post_init(context)
         self._chat = EngineChat(self.engine)
 
     @classmethod
     def class_name(cls) -> str:
-        """Its name for LlamaIndex."""
         return "CacheBlendLLM"
 
     @property
@@ -117,42 +111,34 @@ class CacheBlendLLM(CustomLLM):
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """Answer a chat."""
         return self._answer(messages, **kwargs)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """Answer a chat."""
         return await asyncio.to_thread(self._answer, messages, **kwargs)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        """Stream the answer of a chat."""
         return self._pieces(messages, **kwargs)
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
-        """Stream the answer of a chat."""
         return in_threads(self._pieces(messages, **kwargs))
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Answer a prompt."""
         return chat_to_completion_decorator(self._answer)(prompt, **kwargs)
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Answer a prompt."""
         return await asyncio.to_thread(chat_to_completion_decorator(self._answer), prompt, **kwargs)
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
-        """Stream the answer of a prompt."""
         return stream_chat_to_completion_decorator(self._pieces)(prompt, **kwargs)
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
-        """Stream the answer of a prompt."""
         return in_threads(stream_chat_to_completion_decorator(self._pieces)(prompt, **kwargs))
 
     def _answer(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:

@@ -65,45 +65,34 @@ class BlendWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # s
     waiting_misses: int
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """One rank's for all."""
         return self
 
 
 class BlendStats(KVConnectorStats):  # type: ignore[misc]  # see above
-    """Counts of an interval, by name; see `BlendScheduler.counts`."""
+    """Counts of an interval, by name; see `BlendScheduler.take_counts`."""
 
     data: dict[str, int]
 
     def reset(self) -> None:
-        """Start a new interval."""
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add the counts of another."""
         for name, count in other.data.items():
             self.data[name] = self.data.get(name, 0) + count
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Values of the log line."""
         return {f"cacheblend {name}": count for name, count in sorted(self.data.items())}
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
         return not self.data
 
 
 class BlendMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # see above
     """`cacheblend_vllm_requests_total` by outcome, and `cacheblend_vllm_tokens_total` by kind."""
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], labels: dict[int, list[object]]) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, labels)
         counter = metric_types[Counter]
         self._requests = counter(
             "cacheblend_vllm_requests",
@@ -117,7 +106,6 @@ class BlendMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # see above
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add an interval's counts."""
         labels = self.per_engine_labelvalues[engine_idx]
         for name, count in transfer_stats_data.items():
             if name in TOKENS:
@@ -240,19 +228,17 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
         with set_forward_context(None, self._vllm_config):
             return self._worker.precompute([tuple(chunk) for chunk in chunks], which, namespace_of(cache_salt or ""))
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: requests run when all of their KV is there."""
+    # Requests run when all of their KV is there, and vLLM's own KV is not stored.
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: vLLM's own KV is not stored."""
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
 
-    def wait_for_save(self) -> None:
-        """Nothing."""
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None: ...
+
+    def wait_for_save(self) -> None: ...
 
     # Both sides.
 
     def shutdown(self) -> None:
-        """Close the store."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Mapping
+from functools import partial
 from timeit import repeat
 from typing import Any
 
@@ -122,13 +123,9 @@ class CpuAttention:
         q_1QSD = draw(own.num_heads, len(rows))
         window = None if own.sliding_window == -1 else int(own.sliding_window)
 
-        def by_attend() -> torch.Tensor:
-            softcap = own.logits_soft_cap or None
-            return attend(q_1QSD, k_1HND, v_1HND, rows, scaling=own.scale, window=window, softcap=softcap)
-
-        def by_kernel() -> torch.Tensor:
-            return self.attend(0, q_1QSD, k_1HND, v_1HND, rows)
-
+        softcap, drawn = own.logits_soft_cap or None, (q_1QSD, k_1HND, v_1HND, rows)
+        by_attend = partial(attend, *drawn, scaling=own.scale, window=window, softcap=softcap)
+        by_kernel = partial(self.attend, 0, *drawn)
         off = float((by_attend() - by_kernel()).abs().max())
         attend_s, kernel_s = (statistics.median(repeat(way, number=1, repeat=TRIAL_REPEATS)) for way in (by_attend, by_kernel))
         self.is_faster = kernel_s < attend_s

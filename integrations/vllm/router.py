@@ -67,21 +67,20 @@ class PromptMarker:
             if body.get("echo") or not isinstance(text, str) or (parts := self._parted(text)) is None or not parts[2]:
                 return None
             before, documents, question = parts
-            prompt = self._as_written.completion(question)
-            return self._marked({**body}, "prompt", prompt, before, documents)
+            return self._marked(path, body, self._as_written.completion(question), before, documents)
         if any(body.get(name) for name in RENDERED_BY_VLLM) or (messages := _messages(body.get("messages"))) is None:
             return None
         if found := body.get("documents"):
             if not isinstance(found, list):
                 raise InputError(f'documents: give a list of objects {{"title", "text"}}, not {type(found).__name__}')
             layout = self._around_documents.chat(messages, with_chunks=True)
-            rest = {name: value for name, value in body.items() if name != "documents"}
-            return self._marked(rest, "messages", layout, (), [self.split(document) for document in found])
+            others = {name: value for name, value in body.items() if name != "documents"}
+            return self._marked(path, others, layout, (), [self.split(document) for document in found])
         if (parts := self._parted(messages[-1].content)) is None:
             return None
         before, documents, question = parts
         layout = self._as_written.chat([*messages[:-1], Message("user", question)], with_chunks=False)
-        return self._marked({**body}, "messages", layout, before, documents)
+        return self._marked(path, body, layout, before, documents)
 
     def split(self, document: Mapping[str, object]) -> list[Chunk]:
         """Token ids of a document's chunks."""
@@ -96,7 +95,7 @@ class PromptMarker:
         return (self._ids(before), documents, question) if documents else None
 
     def _marked(
-        self, body: dict[str, Any], field: str, layout: PromptLayout, before: Chunk, documents: Sequence[Sequence[Chunk]]
+        self, path: str, body: dict[str, Any], layout: PromptLayout, before: Chunk, documents: Sequence[Sequence[Chunk]]
     ) -> dict[str, Any]:
         prefix, chunks = (*layout.prefix, *before), list(chain.from_iterable(documents))
         token_ids = [*prefix, *chain.from_iterable(chunks), *layout.suffix]
@@ -109,7 +108,7 @@ class PromptMarker:
             "documents": [number for number, document in enumerate(documents) for _ in document],
         }
         Marks.read(params[PARAMS_KEY], len(token_ids))  # refuses a ratio that is none
-        if field == "prompt":
+        if path == COMPLETIONS:
             return {**body, "prompt": token_ids, "kv_transfer_params": params}
         return {**body, "kv_transfer_params": {**params, "prompt_token_ids": token_ids}}
 
