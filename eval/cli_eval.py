@@ -54,12 +54,11 @@ app = typer.Typer(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """Options of every command that measures methods: which ones, and where to."""
+    """Options of every command that measures methods."""
 
     methods: str = option(",".join(METHODS[:4]), f"Comma-separated, of {', '.join(METHODS)}.")
     ratios: str = option(str(DEFAULT_RATIO), "Comma-separated recompute ratios, 0..1, of the methods that take one.")
     contexts: str = option(CONTEXTS[0], f"Comma-separated: what stored KV was computed after, of {', '.join(CONTEXTS)}.")
-    out: str | None = option(None, "New folder for the run; left out, one below runs/, named by data and time.")
     resume: bool = option(False, "Go on with the run in --out after its last complete case.")
 
 
@@ -92,6 +91,9 @@ Model = Annotated[
         "--model", "-m", envvar="CACHEBLEND_MODEL", help=f"{options.MODEL_HELP[:-1]}; left out, the default known model."
     ),
 ]
+Out = Annotated[
+    Path | None, typer.Option("--out", "-o", help="New folder for the run; left out, one below runs/, named by data and time.")
+]
 
 
 @_OPTIONS
@@ -114,6 +116,7 @@ def data_set(
             "left out, as the data set is."
         ),
     ] = None,
+    out: Out = None,
     *,
     settings: options.Settings,
     as_json: options.Json = False,
@@ -131,7 +134,7 @@ def data_set(
         raise ConfigError("preset", preset, f"one of {', '.join(PRESETS)}")
     setting = _changed(PRESETS[preset], settings, chunking=chunking)
     source = FileSource(name=str(context.info_name), data=data, cases=cases, seed=seed, preset=setting)
-    _run(source, model, settings, as_json=as_json)
+    _run(source, model, out, settings, as_json=as_json)
 
 
 for _name, _set in DATA_SETS.items():
@@ -152,6 +155,7 @@ def documents(
     ],
     model: Model = None,
     cases: Annotated[int | None, typer.Option(help="Questions from the file's start; left out, all.")] = None,
+    out: Out = None,
     *,
     settings: options.Settings,
     as_json: options.Json = False,
@@ -164,7 +168,7 @@ def documents(
         cacheblend eval documents ./handbook --questions questions.jsonl --model ./model --ratios 0.05,0.15,0.3 --json
     """
     source = DocumentsSource(documents=folder, questions=questions, cases=cases, preset=_changed(Preset(), settings))
-    _run(source, model, settings, as_json=as_json)
+    _run(source, model, out, settings, as_json=as_json)
 
 
 app.command("load")(load)
@@ -195,14 +199,14 @@ def report(
         draw_losses(figure.parent, figure.stem, [summarize(RunFolder(run)) for run in runs])
 
 
-def _run(source: RequestSource, model: str | None, settings: options.Settings, *, as_json: bool) -> None:
+def _run(source: RequestSource, model: str | None, out: Path | None, settings: options.Settings, *, as_json: bool) -> None:
     terminal.hush_libraries()
     from cacheblend.eval.run.folder import EvalConfig
     from cacheblend.eval.run.report import report
     from cacheblend.eval.run.runner import evaluate
 
     run = settings.make(RunConfig)
-    if run.resume and run.out is None:
+    if run.resume and out is None:
         raise ConfigError("resume", run.resume, "only with --out, the folder of the run to go on with")
     engine = settings.make(EngineConfig, model=choose_model(model, yes=False), store_dir=".")
     config = EvalConfig(
@@ -217,7 +221,7 @@ def _run(source: RequestSource, model: str | None, settings: options.Settings, *
         dtype=engine.dtype,
         allow_unverified=engine.allow_unverified,
     )
-    folder = Path(run.out or f"runs/{source.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = out or Path(f"runs/{source.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     with terminal.progress_bars() as progress:
         summary = evaluate(config, folder, resume=run.resume, on_progress=progress)
     if as_json:
