@@ -153,7 +153,7 @@ def progress_bars() -> Iterator[progress.Note]:
         tasks: dict[str, Any] = {}
 
         def report(stage: str, done: int, total: int) -> None:
-            task = tasks[stage] if stage in tasks else tasks.setdefault(stage, bars.add_task(stage))
+            task = tasks[stage] if stage in tasks else tasks.setdefault(stage, bars.add_task(stage, total=total))
             bars.update(task, completed=done, total=total)
 
         yield report
