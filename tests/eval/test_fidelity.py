@@ -121,12 +121,9 @@ def test_compute_is_counted_by_hand() -> None:
 
 def test_an_answer_is_tokenised_as_it_follows_the_prompt() -> None:
     """After a plain text's cue an answer begins with a space, after a chat template's with nothing."""
+    decode, chat = tiny_tokenizer().decode, copy.copy(tiny_tokenizer())
+    chat.chat_template = "<s>user: {{ messages[0]['content'] }}</s>assistant: "
     plain = PromptRenderer(tiny_tokenizer(), "Read.\n")
-    decode = tiny_tokenizer().decode
-    assert decode(plain.answer_ids("a loop")) == " a loop"
-    whole = decode((*plain.question("What?").suffix, *plain.answer_ids("a loop")))
-    assert whole == "Question: What?\nAnswer: a loop"
-    tokenizer = copy.copy(tiny_tokenizer())
-    tokenizer.chat_template = "<s>user: {{ messages[0]['content'] }}</s>assistant: "
-    assert decode(PromptRenderer(tokenizer, "Read.\n").answer_ids("a loop")) == "a loop"
-    assert decode(PromptRenderer(tokenizer, "Read.\n", chat=False).answer_ids("a loop")) == " a loop"
+    assert decode((*plain.question("What?").suffix, *plain.answer_ids("a loop"))) == "Question: What?\nAnswer: a loop"
+    assert decode(PromptRenderer(chat, "Read.\n").answer_ids("a loop")) == "a loop"
+    assert decode(PromptRenderer(chat, "Read.\n", chat=False).answer_ids("a loop")) == " a loop"

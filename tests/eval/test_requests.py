@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from fakes import FakeEmbedder, tiny_tokenizer
 
 from cacheblend.base.errors import ConfigError, InputError, PromptTooLongError
 from cacheblend.eval.data import (
+    DATA_SETS,
     ORDERS,
     PRESETS,
     Example,
@@ -30,6 +32,7 @@ from cacheblend.eval.data import (
 from cacheblend.eval.data.source import EXAMPLES, SHORT_ANSWER, prompt_renderer
 from cacheblend.service.engine.prompt import PromptTokens
 
+DATA = Path(os.environ.get("CACHEBLEND_DATA", Path(__file__).parents[3] / "shared" / "data"))
 EXAMPLE = Example("1", "Who?", ("she",), (Passage("", "text"),), Task.QA)
 
 
@@ -69,6 +72,17 @@ def test_what_is_absent_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.M
     assert find_file("hotpotqa", None).name == "hotpotqa_dev50.jsonl", "the number of its cases may stand in the name"
     with pytest.raises(ConfigError, match="one of musique"):
         find_file("trivia", None)
+
+
+@pytest.mark.parametrize("name", sorted(DATA_SETS))
+def test_real_data(name: str) -> None:
+    """Where a real set is at hand, it is read to its end, ids are unique, and it has as many cases as it says, or half."""
+    try:
+        examples = list(read_examples(find_file(name, str(DATA))))
+    except InputError as error:
+        pytest.skip(f"{error}")
+    assert len({example.id for example in examples}) == len(examples)
+    assert DATA_SETS[name].cases / 2 <= len(examples) <= DATA_SETS[name].cases
 
 
 def test_long_cases_lose_chunks_from_the_middle() -> None:
