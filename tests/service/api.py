@@ -80,6 +80,12 @@ def serving_tenants(
         yield server, address
 
 
+def connected(address: str) -> socket.socket:
+    """A connection to a server, for what no client would send."""
+    host, _, port = address.removeprefix("http://").partition(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
 def key_of(name: str) -> str:
     """A tenant's key."""
     return f"cb-key-of-{name}"

@@ -17,12 +17,7 @@ const isFigure = (word) => /^\p{N}/u.test(word);
 const wordsOf = (text) => new Set(allWords(text).filter((word) => word.length >= 3 || isFigure(word)));
 /** The words alone with a space on each side, so that whole words are found in it. */
 const spaced = (text) => ` ${allWords(text).join(" ")} `;
-
-function open(number) {
-  const item = $("chunks").children[number - 1];
-  item.scrollIntoView({ block: "center" });
-  item.focus();
-}
+const open = (number) => $("chunks").children[number - 1].focus();
 
 /** A chunk of the prompt as a bar, lit where its tokens were recomputed. */
 function barOf(chunk, index) {

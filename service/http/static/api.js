@@ -1,10 +1,6 @@
 // The page asks the same API as any client. Whatever comes back is put in as text, never as markup.
 export const $ = (id) => document.getElementById(id);
-const KEY = "cacheblend.key";
-
-export function keep(key) {
-  sessionStorage.setItem(KEY, key);
-}
+export const KEY = "cacheblend.key"; // in the tab's storage
 
 /** Fetch a path; a refusal becomes an error with the service's words. */
 export async function api(path, options = {}) {

@@ -1,11 +1,10 @@
 // The question, its answer, and what the service says of itself.
 import { cite, showChunks } from "/answer.js";
-import { $, api, button, events, json, keep, problem } from "/api.js";
+import { $, KEY, api, button, events, json, problem } from "/api.js";
 import { list, startDocuments } from "/documents.js";
 
 const STORE_EVERY_MS = 3000;
 const EXAMPLES = 3;
-const small = matchMedia("(max-width: 40rem)"); // as in page.css
 let model = "";
 let asking = null;
 let readingStore = false;
@@ -28,15 +27,8 @@ function body() {
   };
 }
 
-function summarise(report) {
-  const ratio = report.recompute_ratio === null ? "" : ` at ratio ${report.recompute_ratio}`;
-  $("summary").textContent =
-    `${report.method}${ratio}: first token after ${report.ttft_s.toFixed(3)} s; ${report.hits} chunks from the store, ` +
-    `${report.misses} computed; ${Math.round(report.recomputed_tokens)} of ${report.reusable_tokens} reused tokens recomputed.`;
-}
-
 async function answer(signal) {
-  if (small.matches) $("answered").scrollIntoView({ block: "start" }); // a phone has no room for both
+  $("answered").scrollIntoView({ block: "nearest" }); // a phone has no room for both
   for (const id of ["answer", "summary"]) $(id).textContent = "";
   for (const id of ["strip", "sources", "cited"]) $(id).hidden = true;
   const response = await api("/v1/chat/completions", { method: "POST", body: JSON.stringify(body()), signal });
@@ -47,7 +39,10 @@ async function answer(signal) {
     report = event.cacheblend ?? report;
   }
   if (!report) return;
-  summarise(report);
+  const ratio = report.recompute_ratio === null ? "" : ` at ratio ${report.recompute_ratio}`;
+  $("summary").textContent =
+    `${report.method}${ratio}: first token after ${report.ttft_s.toFixed(3)} s; ${report.hits} chunks from the store, ` +
+    `${report.misses} computed; ${Math.round(report.recomputed_tokens)} of ${report.reusable_tokens} reused tokens recomputed.`;
   showChunks(report.chunks);
   cite(report.chunks);
 }
@@ -134,7 +129,7 @@ $("ask").addEventListener("invalid", () => ($("ask").querySelector("details").op
 $("stop").addEventListener("click", () => asking?.abort());
 $("key_form").addEventListener("submit", (event) => {
   event.preventDefault();
-  keep($("key").value.trim());
+  sessionStorage.setItem(KEY, $("key").value.trim());
   $("key_form").hidden = true;
   start();
 });

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from api import MODEL, bearer, key_of, serving, serving_tenants
+from api import MODEL, bearer, connected, key_of, serving, serving_tenants
 from engines import DOCUMENTS, QUESTION
 
 from cacheblend.base.errors import ConfigError
@@ -35,8 +34,7 @@ def code_of(response: httpx.Response) -> tuple[int, str | None]:
 
 def exchange(address: str, sent: bytes) -> bytes:
     """The first bytes that come back for what is sent."""
-    host, _, port = address.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with connected(address) as connection:
         connection.sendall(sent)
         return connection.recv(65536)
 

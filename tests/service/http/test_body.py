@@ -14,7 +14,7 @@ from typing import Any, cast
 import httpx
 import hypothesis.strategies as st
 import pytest
-from api import MODEL, listening
+from api import MODEL, connected, listening, serving
 from engines import QUESTION
 from hypothesis import given
 from pydantic import ValidationError
@@ -125,12 +125,10 @@ def test_one_text_has_a_bound() -> None:
 @pytest.mark.parametrize("path", ["/v1/documents", "/v1/chat/completions", "/v1/completions"])
 def test_the_loop_goes_on(engine: Engine, path: str) -> None:
     """While a body as large as its route takes is read, laid out and refused, other requests are answered."""
-    large = b"word, " * (5 * MIB if path == "/v1/documents" else 170_000)
-    text = large.decode()
-    body: dict[str, object] = {"model": MODEL, "messages": [{"role": "user", "content": text}]}
-    body = {"model": MODEL, "prompt": text} if path == "/v1/completions" else body
-    body = {"documents": [{"id": 7, "text": text}]} if path == "/v1/documents" else body
-    content = json.dumps(body).encode()
+    text = "word, " * (5 * MIB if path == "/v1/documents" else 170_000)
+    messages, documents = [{"role": "user", "content": text}], [{"id": 7, "text": text}]
+    fields = {"/v1/documents": {"documents": documents}, "/v1/completions": {"prompt": text}}
+    content = json.dumps(fields.get(path, {"messages": messages})).encode()
     lags = [0.0]
 
     async def tick() -> None:
@@ -155,13 +153,11 @@ def test_the_loop_goes_on(engine: Engine, path: str) -> None:
 
 def test_bodies_together_have_a_bound(engine: Engine) -> None:
     """Bodies that have come in part count: the one that is too much is answered with 429, small ones always go through."""
-    http = HttpConfig(served_model_name=MODEL, max_body_bytes=MIB)
-    with Server(engine.config, http=http, engine=engine) as server, listening(server) as address, ExitStack() as stack:
-        host, port = address.removeprefix("http://").split(":")
+    with serving(engine, max_body_bytes=MIB) as (_, address), ExitStack() as stack:
         head = b"POST /v1/documents HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
         held = []
         for _ in range(2):
-            connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
+            connection = stack.enter_context(connected(address))
             connection.sendall(head % MIB + b" " * (MIB - 1))
             held.append(connection)
         until = time.monotonic() + 10
@@ -218,8 +214,7 @@ def test_bodies_that_may_not_be(address: str, head: bytes, said: str) -> None:
     """A body of a request that only reads, or framed in two ways, is refused, and what follows it is not answered."""
     follows = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
     body = b"2\r\n{}\r\n0\r\n\r\n" if b"chunked" in head else b"{}"
-    host, port = address.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with connected(address) as connection:
         connection.sendall(head + b"Host: localhost\r\nContent-Type: application/json\r\n\r\n" + body + follows)
         connection.shutdown(socket.SHUT_WR)
         answer = b"".join(iter(lambda: connection.recv(2**16), b""))
@@ -230,8 +225,7 @@ def test_bodies_that_may_not_be(address: str, head: bytes, said: str) -> None:
 
 def test_a_long_method_is_not_echoed(address: str) -> None:
     """An error message has no more of a method or path than a line."""
-    host, port = address.removeprefix("http://").split(":")
     for method, path in (("X" * 15_000, "/healthz"), ("GET", "/" + "x" * 15_000)):
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with connected(address) as connection:
             connection.sendall(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
             assert len(b"".join(iter(lambda: connection.recv(2**16), b""))) < 1000

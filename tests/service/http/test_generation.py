@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
 
 import pytest
-from api import MODEL
+from api import MODEL, connected
 from fakes import tiny_tokenizer
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
@@ -51,11 +50,10 @@ def test_cancelled_at_its_end(client_is_there: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves(address: str, server: Server, stream: bool) -> None:
     """A request ends soon after its client has left, also where its answer is to come whole."""
-    host, port = address.removeprefix("http://").split(":")
     fields = {"model": MODEL, "prompt": "while", "max_tokens": 500, "n": 4, "logit_bias": {"1": -100}, "stream": stream}
     body = json.dumps(fields).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with connected(address) as connection:
         connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
         wait_until(lambda: server.scheduler.state.decoding > 0)
     wait_until(lambda: server.scheduler.state.decoding == 0)
