@@ -1,16 +1,20 @@
-"""A user's own documents: questions are read or refused, and measured with and without right answers."""
+"""A user's own documents: questions are read or refused, measured with and without right answers, and embedded once."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fakes import FakeEmbedder, tiny_tokenizer
+from numpy.typing import NDArray
 
 from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.blend import Fusor
 from cacheblend.eval.data import DocumentsSource, Preset
+from cacheblend.eval.data.caching_embedder import CachingEmbedder
 from cacheblend.eval.data.documents_source import read_questions
 from cacheblend.eval.run.folder import EvalConfig, RunFolder
 from cacheblend.eval.run.report import report
@@ -106,3 +110,41 @@ def test_right_answers_are_not_needed(
     text = report([tmp_path / "run"])
     assert ("right answer" in text) == (answered == 0)
     assert "KL nats (95 %)" in text
+
+
+class CountingEmbedder(FakeEmbedder):
+    """Notes what it embeds."""
+
+    def __init__(self, name: str = "fake", dimensions: int = 64) -> None:
+        super().__init__(name, dimensions)
+        self.texts: list[str] = []
+
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        self.texts += texts
+        return super().encode(texts)
+
+
+def test_each_text_is_embedded_once(tmp_path: Path) -> None:
+    """The vectors are the embedder's own, in the texts' order; the file serves equal embedders only, by name and length."""
+    first, second = CountingEmbedder(), CountingEmbedder()
+    file = tmp_path / "new" / "vectors.sqlite"
+    np.testing.assert_array_equal(CachingEmbedder(first, file).encode(["a b", "c", "a b"]), first.encode(["a b", "c", "a b"]))
+    assert first.texts[:2] == ["a b", "c"]
+    cached = CachingEmbedder(second, file)
+    np.testing.assert_array_equal(cached.encode(["d", "c", "\ud800"]), FakeEmbedder().encode(["d", "c", "\ud800"]))
+    assert second.texts == ["d", "\ud800"]
+    assert cached.encode([]).shape == (0, 64)
+    for other in (CountingEmbedder("other"), CountingEmbedder(dimensions=32)):
+        assert CachingEmbedder(other, file).encode(["c"]).shape == (1, other.dimensions)
+        assert other.texts == ["c"]
+
+
+def test_a_file_that_cannot_be_used(tmp_path: Path) -> None:
+    """Every text is embedded, and nothing fails."""
+    (tmp_path / "broken").write_bytes(b"no database " * 100)
+    (tmp_path / "file").write_text("")
+    for file in (tmp_path / "broken", tmp_path / "file" / "below.sqlite"):
+        embedder = CountingEmbedder()
+        for _ in range(2):
+            np.testing.assert_array_equal(CachingEmbedder(embedder, file).encode(["a"]), FakeEmbedder().encode(["a"]))
+        assert embedder.texts == ["a", "a"]
