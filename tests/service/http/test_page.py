@@ -297,22 +297,6 @@ def test_files_are_dropped(page: Any, open_engine: OpenEngine) -> None:
         page.get_by_role("button", name="dropped.txt", exact=True).wait_for()
 
 
-def test_a_file_of_pages_is_one_row(page: Any, open_engine: OpenEngine) -> None:
-    """The pages of a file are one row, opened and deleted together."""
-    engine = open_engine()
-    engine.ingest([{"id": f"r.pdf#page={number}", "title": "", "text": f"Words of page {number}."} for number in range(1, 24)])
-    with serving(engine) as (_, address):
-        open_page(page, address)
-        assert "23 parts, 23 chunks" in page.locator("#documents li").inner_text()
-        page.get_by_role("button", name="r.pdf", exact=True).click()
-        assert "Words of page 23." in page.get_by_role("dialog").inner_text()
-        page.keyboard.press("Escape")
-        page.on("dialog", lambda dialog: dialog.accept())
-        page.get_by_role("button", name="Delete r.pdf").click()
-        page.locator("#no_documents").wait_for()
-        assert not engine.documents.ls()
-
-
 @ONCE
 def test_documents_in_a_hurry(page: Any, open_engine: OpenEngine) -> None:
     """Two clicks list no document twice, and one that is deleted is not read for that."""

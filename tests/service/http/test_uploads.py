@@ -20,7 +20,7 @@ from waiting import wait_until
 
 from cacheblend.base.errors import MissingExtraError
 from cacheblend.base.progress import Check
-from cacheblend.service.http import documents
+from cacheblend.service.http import documents, guard
 from cacheblend.service.http.server import Server
 
 multipart = pytest.importorskip("python_multipart.multipart")
@@ -261,21 +261,24 @@ def test_bad_forms(client: httpx.Client) -> None:
     assert texts(client, "a") == {}
 
 
-def test_a_form_is_parsed_beside_the_others(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a form is parsed, which takes seconds where it is made for that, the service answers others."""
+@pytest.mark.parametrize("as_file", [False, True])
+def test_bodies_are_read_beside_the_others(client: httpx.Client, monkeypatch: pytest.MonkeyPatch, as_file: bool) -> None:
+    """While a body is read, which takes seconds where it is made for that, the service answers others."""
     begun, answered = threading.Event(), threading.Event()
     in_time = list[bool]()
-    write = multipart.MultipartParser.write
+    owner, name = (multipart.MultipartParser, "write") if as_file else (guard, "read_body")
+    read = getattr(owner, name)
 
-    def held(self: object, data: bytes) -> int:
+    def held(*arguments: Any) -> Any:
         begun.set()
         in_time.append(answered.wait(60))
-        written: int = write(self, data)
-        return written
+        return read(*arguments)
 
-    monkeypatch.setattr(multipart.MultipartParser, "write", held)
+    monkeypatch.setattr(owner, name, held)
+    body: dict[str, Any] = {"json": {"documents": [{"text": "x" * 17_000}]}}
+    body = {"files": {"file": ("a.txt", TEXT.encode())}} if as_file else body
     with ThreadPoolExecutor(1) as pool:
-        sent = pool.submit(post, client, "a.txt", TEXT.encode())
+        sent = pool.submit(client.post, "/v1/documents", **body)
         assert begun.wait(60)
         assert httpx.get(f"{client.base_url}/healthz").status_code == 200
         answered.set()
