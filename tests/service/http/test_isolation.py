@@ -142,14 +142,6 @@ def test_a_tenant_floods(tenants: dict[str, Tenant]) -> None:
     assert one.http.get(f"/v1/documents/{DOCUMENTS[0]['id']}").status_code == 404
 
 
-def test_background_work_gives_way_to_every_tenant(tenants: dict[str, Tenant]) -> None:
-    """One tenant's missed chunks are computed when no tenant's request runs: they count the same requests."""
-    one, two = (tenants[name].engine for name in ("one", "two"))
-    with two.foreground:
-        assert one.foreground.running == 1
-    assert one.foreground.running == 0
-
-
 def test_a_salt_floods(tenants: dict[str, Tenant]) -> None:
     """Within a tenant a salt's flood evicts nothing that another salt, or what has no salt, holds within its reserve."""
     tenant = tenants["one"]
@@ -252,6 +244,13 @@ def remote_hits(replicas: list[dict[str, Tenant]]) -> dict[tuple[int, str], int]
     }
 
 
+def tenants_with(budgets: tuple[int | None, ...]) -> list[TenantConfig]:
+    return [
+        TenantConfig(name=f"t{number}", api_key_sha256=(f"{number:064x}",), ram_budget_bytes=budget, index_budget_bytes=budget)
+        for number, budget in enumerate(budgets)
+    ]
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -265,15 +264,11 @@ def test_tenants_divide_the_budgets(given: tuple[int | None, ...], expected: tup
     """A tenant has the bytes that it names, and the others equal parts of the rest."""
     index = RetrieverConfig(index_budget_bytes=900)
     config = EngineConfig(model="m", store_dir="s", store=StoreConfig(ram_budget_bytes=900), retriever=index)
-    known = [
-        TenantConfig(name=f"t{number}", api_key_sha256=(f"{number:064x}",), ram_budget_bytes=budget, index_budget_bytes=budget)
-        for number, budget in enumerate(given)
-    ]
-    configs = engine_configs(config, known).values()
+    configs = engine_configs(config, tenants_with(given)).values()
     assert tuple(one.store.ram_budget_bytes for one in configs) == expected
     assert tuple(one.retriever.index_budget_bytes for one in configs) == expected
     assert {one.store.nvme_budget_bytes for one in configs} == {config.store.nvme_budget_bytes // 3}
-    unbound = engine_configs(EngineConfig(model="m", store_dir="s"), known[:1])["t0"]
+    unbound = engine_configs(EngineConfig(model="m", store_dir="s"), tenants_with(given[:1]))["t0"]
     assert unbound.retriever.index_budget_bytes == given[0]
 
 
@@ -281,9 +276,5 @@ def test_tenants_divide_the_budgets(given: tuple[int | None, ...], expected: tup
 def test_tenants_who_want_more_than_there_is(given: tuple[int | None, ...]) -> None:
     """Budgets that are more than the service's together, or leave nothing for a tenant without one, are refused."""
     config = EngineConfig(model="m", store_dir="s", store=StoreConfig(ram_budget_bytes=900))
-    known = [
-        TenantConfig(name=f"t{number}", api_key_sha256=(f"{number:064x}",), ram_budget_bytes=budget)
-        for number, budget in enumerate(given)
-    ]
     with pytest.raises(ConfigError, match="together at most ram_budget_bytes=900"):
-        engine_configs(config, known)
+        engine_configs(config, tenants_with(given))

@@ -17,12 +17,14 @@ from cacheblend.service.http.schemas import OF_CLIENTS
 MESSAGES = [{"role": "user", "content": QUESTION}]
 
 
+def ask(client: openai.OpenAI, **options: Any) -> Any:
+    return client.chat.completions.create(model=MODEL, messages=MESSAGES, **options)
+
+
 def test_chat(engine: Engine, openai_client: openai.OpenAI) -> None:
     """A chat of one question gives `Engine.answer`'s text, and usage tells what was cached and recomputed."""
     alone = engine.answer(QUESTION, num_chunks=TOP_K, max_tokens=20)
-    chat = openai_client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, max_tokens=20, extra_body={"num_chunks": TOP_K, "return_chunks": True}
-    )
+    chat = ask(openai_client, max_tokens=20, extra_body={"num_chunks": TOP_K, "return_chunks": True})
     assert chat.choices[0].message.content == alone.text
     assert chat.choices[0].finish_reason in ("stop", "length")
     assert (chat.usage.prompt_tokens, chat.usage.completion_tokens) == (alone.plan.prompt_tokens, len(alone.token_ids))
@@ -58,12 +60,8 @@ def test_a_conversation(openai_client: openai.OpenAI) -> None:
 
 def test_chat_stream(openai_client: openai.OpenAI) -> None:
     """A stream's pieces joined are the whole answer; usage comes last where it is asked for."""
-    whole = openai_client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=30)
-    pieces = list(
-        openai_client.chat.completions.create(
-            model=MODEL, messages=MESSAGES, max_tokens=30, stream=True, stream_options={"include_usage": True}
-        )
-    )
+    whole = ask(openai_client, max_tokens=30)
+    pieces = list(ask(openai_client, max_tokens=30, stream=True, stream_options={"include_usage": True}))
     assert "".join(piece.choices[0].delta.content for piece in pieces[:-1]) == whole.choices[0].message.content
     assert pieces[0].choices[0].delta.role == "assistant"
     assert [piece.choices[0].finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 2) + ["length"]
@@ -75,9 +73,7 @@ def test_documents_of_the_request(engine: Engine, openai_client: openai.OpenAI) 
     """A request that brings documents is answered over those, all of them, in their order."""
     documents = [{key: document[key] for key in ("title", "text")} for document in DOCUMENTS[:2]]
     alone = engine.answer(QUESTION, documents=documents, max_tokens=8, method="full_recompute")
-    chat = openai_client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, max_tokens=8, extra_body={"documents": documents, "method": "full_recompute"}
-    )
+    chat = ask(openai_client, max_tokens=8, extra_body={"documents": documents, "method": "full_recompute"})
     assert chat.choices[0].message.content == alone.text
     assert chat.usage.prompt_tokens == alone.plan.prompt_tokens
 
@@ -116,7 +112,7 @@ def test_stop_and_seed(openai_client: openai.OpenAI) -> None:
     """A stop string ends the answer before it; a seed gives a sample again."""
 
     def text(**options: object) -> str:
-        chat = openai_client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=30, **options)
+        chat = ask(openai_client, max_tokens=30, **options)
         return chat.choices[0].message.content
 
     greedy = text()
@@ -129,14 +125,12 @@ def test_num_chunks_and_top_k(openai_client: openai.OpenAI, engine: Engine) -> N
     """`num_chunks` retrieves, as many as there are; `top_k` is sampling's, as vLLM's clients send it."""
     for document in DOCUMENTS[2:]:  # what is left fits into one prompt
         engine.documents.delete(str(document["id"]))
-    greedy = openai_client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=8)
+    greedy = ask(openai_client, max_tokens=8)
     options = {"num_chunks": 999, "top_k": 1, "return_chunks": True}
-    many = openai_client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=1, extra_body=options)
+    many = ask(openai_client, max_tokens=1, extra_body=options)
     assert len(many.model_extra["cacheblend"]["chunks"]) == engine.retriever.chunk_count
     for top_k in (1, 40, 0, -1):
-        sampled = openai_client.chat.completions.create(
-            model=MODEL, messages=MESSAGES, max_tokens=8, temperature=1.5, extra_body={"top_k": top_k}
-        )
+        sampled = ask(openai_client, max_tokens=8, temperature=1.5, extra_body={"top_k": top_k})
         assert sampled.usage.prompt_tokens == greedy.usage.prompt_tokens
         assert top_k != 1 or sampled.choices[0].message.content == greedy.choices[0].message.content
 
@@ -157,10 +151,8 @@ NEUTRAL: dict[str, object] = {
 def test_fields_that_change_nothing(client: httpx.Client, openai_client: openai.OpenAI) -> None:
     """Harmless fields that clients and gateways send change no answer, whatever they hold."""
     ignored = {field: {"any": ["value"]} for field in OF_CLIENTS.split()}
-    plain = openai_client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=8)
-    chat = openai_client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, max_tokens=8, extra_body={**ignored, **NEUTRAL, "functions": None}
-    )
+    plain = ask(openai_client, max_tokens=8)
+    chat = ask(openai_client, max_tokens=8, extra_body={**ignored, **NEUTRAL, "functions": None})
     assert chat.choices[0].message.content == plain.choices[0].message.content
     for field, value in {**ignored, **NEUTRAL}.items():
         for given in (value, None):

@@ -36,6 +36,11 @@ def complete(client: openai.OpenAI, **options: Any) -> Any:
     return client.completions.create(model=MODEL, prompt=PROMPT, **{"max_tokens": 12, **options})
 
 
+def ask(client: openai.OpenAI, **options: Any) -> Any:
+    messages: Any = [{"role": "user", "content": QUESTION}]
+    return client.chat.completions.create(model=MODEL, messages=messages, **options)
+
+
 def prompt_ids(fusor: Fusor) -> list[int]:
     return [fusor.tokenizer.bos_token_id, *fusor.tokenizer(PROMPT, add_special_tokens=False)["input_ids"]]
 
@@ -76,9 +81,7 @@ def test_choices(engine: Engine, openai_client: openai.OpenAI, server: Server) -
 
 def test_more_choices_than_places(openai_client: openai.OpenAI) -> None:
     """More choices than there are places (4) come all the same, and chats over chunks blend once."""
-    chat = openai_client.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": QUESTION}], n=9, max_tokens=3, temperature=2.0, seed=1
-    )
+    chat = ask(openai_client, n=9, max_tokens=3, temperature=2.0, seed=1)
     assert len(chat.choices) == 9
     assert len({choice.message.content for choice in chat.choices}) > 3
 
@@ -111,9 +114,8 @@ def test_logprobs(engine: Engine, openai_client: openai.OpenAI) -> None:
     ]
     assert [token for one in streamed for token in one.tokens] == told.tokens
     assert [value for one in streamed for value in one.token_logprobs] == pytest.approx(told.token_logprobs, abs=1e-4)
-    ask: Any = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 5}
-    plain = openai_client.chat.completions.create(**ask)
-    chat = openai_client.chat.completions.create(**ask, logprobs=True, top_logprobs=2).choices[0]
+    plain = ask(openai_client, max_tokens=5)
+    chat = ask(openai_client, max_tokens=5, logprobs=True, top_logprobs=2).choices[0]
     assert chat.message.content == plain.choices[0].message.content
     assert plain.choices[0].logprobs is None
     assert "".join(one.token for one in chat.logprobs.content) == chat.message.content
@@ -130,11 +132,8 @@ def test_penalties_and_biases(engine: Engine, openai_client: openai.OpenAI) -> N
 
     def by_hand(presence: float = 0.0, frequency: float = 0.0, bias: dict[int, float] | None = None, **options: Any) -> str:
         fused = fusor.prefill(ids)
-        drawer, kv, logits_V = (
-            NextToken(fusor.model, ids, 12, **options),
-            SequenceKV(fused, fusor.decoder.windows),
-            fused.logits,
-        )
+        drawer, kv = NextToken(fusor.model, ids, 12, **options), SequenceKV(fused, fusor.decoder.windows)
+        logits_V = fused.logits
         while drawer.finish_reason is None:
             scores_V = logits_V.clone()
             for token in set(drawer.token_ids):
@@ -184,23 +183,16 @@ def test_others_are_not_changed(openai_client: openai.OpenAI) -> None:
 @needs_grammars
 def test_json(openai_client: openai.OpenAI) -> None:
     """JSON is what the schema says, greedy and sampled, streamed, in several choices, and behind chunks; then it ends."""
-    messages: Any = [{"role": "user", "content": QUESTION}]
     form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": SCHEMA}}
     for options in ({}, {"temperature": 2.0, "seed": 2, "n": 3}):
-        chat = openai_client.chat.completions.create(
-            model=MODEL, messages=messages, response_format=form, max_tokens=100, **options
-        )
+        chat = ask(openai_client, response_format=form, max_tokens=100, **options)
         for choice in chat.choices:
             value = json.loads(choice.message.content)
             assert choice.finish_reason == "stop"
             assert (set(value), value["word"] in ("for", "while"), 0 <= value["lines"] <= 99) == ({"word", "lines"}, True, True)
-    stream = openai_client.chat.completions.create(
-        model=MODEL, messages=messages, response_format=form, max_tokens=100, stream=True
-    )
+    stream = ask(openai_client, response_format=form, max_tokens=100, stream=True)
     assert set(json.loads("".join(piece.choices[0].delta.content or "" for piece in stream))) == {"word", "lines"}
-    chat = openai_client.chat.completions.create(
-        model=MODEL, messages=messages, response_format={"type": "json_object"}, max_tokens=300, temperature=1.0, seed=4
-    )
+    chat = ask(openai_client, response_format={"type": "json_object"}, max_tokens=300, temperature=1.0, seed=4)
     assert chat.choices[0].message.content.startswith("{")
 
 
@@ -226,20 +218,16 @@ def test_schemas_that_mean_harm(client: httpx.Client, schema: dict[str, Any]) ->
 
 
 @needs_grammars
-@pytest.mark.parametrize("part", ['"maximum": 1e400', '"maximum": NaN', '"title": "\\ud800"', f'"maximum": 1{"0" * 400}'])
-def test_schemas_with_what_json_cannot_have(client: httpx.Client, part: str) -> None:
+@pytest.mark.parametrize("value", [math.inf, math.nan, "\ud800", 10**400], ids=lambda value: ascii(value)[:9])
+def test_schemas_with_what_json_cannot_have(client: httpx.Client, value: object) -> None:
     """A number that is not finite and half a character are refused by the field's name, in a schema and in a tool's."""
-    schema = f'{{"type": "number", {part}}}'
-    parameters = f'{{"type": "object", "properties": {{"a": {schema}}}}}'
-    for field, rest in (
-        ("response_format", f'"response_format": {{"type": "json_schema", "json_schema": {{"schema": {schema}}}}}'),
-        (
-            "tools",
-            '"tool_choice": "required", "tools": '
-            f'[{{"type": "function", "function": {{"name": "f", "parameters": {parameters}}}}}]',
-        ),
+    schema = {"type": "object", "properties": {"a": {"type": "number", "maximum": value}}}
+    function = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    for asked in (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+        {"tools": [function], "tool_choice": "required"},
     ):
-        body = f'{{"messages": [{{"role": "user", "content": "x"}}], "max_tokens": 1, {rest}}}'
+        body = json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, **asked})
         response = client.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
         assert response.status_code == 400, response.text
-        assert field in response.json()["error"]["message"]
+        assert next(iter(asked)) in response.json()["error"]["message"]

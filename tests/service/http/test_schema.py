@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import httpx
 import schemathesis
-from api import MODEL, listening
+from api import MODEL, serving
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import checks
 from schemathesis.specs.openapi import checks as openapi_checks
 
 from cacheblend.service import Engine
-from cacheblend.service.http.config import HttpConfig
-from cacheblend.service.http.server import Server
 
 EXAMPLES = 40  # for each route; `python -m schemathesis.cli run http://127.0.0.1:8000/openapi.json` tries more
-STREAMS = {"/v1/chat/completions": "[DONE]", "/v1/completions": "[DONE]"}
+STREAMS = ("/v1/chat/completions", "/v1/completions")
 CHECKS = [
     checks.not_a_server_error,
     openapi_checks.status_code_conformance,
@@ -27,8 +25,7 @@ CHECKS = [
 
 def test_no_request_breaks_it(engine: Engine) -> None:
     """Requests that the schema allows, and ones that it forbids, are answered on every route as it says, streams too."""
-    http = HttpConfig(served_model_name=MODEL, max_documents=5)
-    with Server(engine.config, http=http, engine=engine) as server, listening(server) as address:
+    with serving(engine, max_documents=5) as (_, address):
         described = httpx.get(f"{address}/openapi.json").json()
         for body in ("ChatBody", "CompletionBody", "EmbeddingsBody"):  # nothing else comes further than the model's name
             described["components"]["schemas"][body]["properties"]["model"] = {"type": "string", "enum": [MODEL]}
@@ -56,6 +53,6 @@ def test_no_request_breaks_it(engine: Engine) -> None:
                 response = case.call(base_url=address, timeout=60)
                 assert response.status_code < 500, response.text
                 if response.status_code == 200:
-                    assert STREAMS[case.path] in response.text.rstrip().splitlines()[-1]
+                    assert "[DONE]" in response.text.rstrip().splitlines()[-1]
 
             answers()
