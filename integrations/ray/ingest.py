@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from cacheblend.base.errors import CacheBlendError, ConfigError, DocumentChangedError, InputError
 from cacheblend.base.extras import needs_extra
+from cacheblend.base.options import with_options
 from cacheblend.base.progress import Progress
 from cacheblend.blend.loading import load_tokenizer
 from cacheblend.retriever import Retriever
@@ -64,7 +65,7 @@ def ingest_on_ray(
     ends early, the same call goes on from there.
 
     Args:
-        sources: see `list_files`; paths are read on this machine.
+        sources: see `list_files`.
         config: of the engine that is to use the KV.
         settings: the cluster, and its part for this.
         report: receives files and documents that could not be used.
@@ -122,14 +123,11 @@ def _checked(
 def _commit(
     batch: EncodedBatch, documents: Documents, versions: Mapping[str, str], done: dict[str, str], report: SourceReport
 ) -> IngestReport:
-    """Put a batch into the index, without the documents that were changed meanwhile by others, or by this ingest itself.
+    """Put a batch into the index, but for documents that were changed meanwhile by others or by this ingest, which are faults.
 
     Args:
-        batch: whose KV is durable.
-        documents: receive it.
         versions: of the documents that the index held at the start.
         done: versions of this ingest's documents so far; those of the batch are added.
-        report: receives the documents that are left out.
     """
     for id_ in [id_ for id_, new in batch.embedded.items() if done.get(id_) == new.document.version]:
         del batch.embedded[id_]  # the same text stood in two files
@@ -197,9 +195,7 @@ def _deliveries(
 
 @contextmanager
 def _cluster(settings: RayConfig) -> Iterator[str]:
-    """A connection to the cluster, or one of this machine for the time of the block; yields the id of this node.
-
-    A connection that this process has already, as in a notebook, is used and stays.
+    """A connection to the cluster, this process's own if it has one, or a cluster of this machine; yields the id of this node.
 
     Raises:
         ConfigError: there is no cluster at the address.
@@ -253,15 +249,8 @@ def _hush() -> None:
 def _absolute(config: EngineConfig) -> EngineConfig:
     """The config with paths that mean the same in an actor, whose working folder is another."""
 
-    def absolute(name: str) -> str:
-        return str(Path(name).expanduser().absolute()) if name and Path(name).expanduser().exists() else name
-
-    secret_file = config.store.remote_secret_file
-    return replace(
-        config,
-        store=replace(config.store, remote_secret_file=secret_file and absolute(secret_file)),
-        model=absolute(config.model),
-        store_dir=Path(config.store_dir).absolute(),
-        context_filler=absolute(config.context_filler),
-        retriever=replace(config.retriever, embedder=absolute(config.retriever.embedder)),
-    )
+    retriever, store = config.retriever, config.store
+    given = {"model": config.model, "context_filler": config.context_filler, "embedder": retriever.embedder}
+    given["remote_secret_file"] = store.remote_secret_file or ""
+    paths = {name: str(path.absolute()) for name, one in given.items() if one and (path := Path(one).expanduser()).exists()}
+    return with_options(config, {**paths, "store_dir": Path(config.store_dir).absolute()})

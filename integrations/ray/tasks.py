@@ -93,7 +93,7 @@ def list_files(sources: Sequence[str], skipped: dict[str, str]) -> list[SourceFi
         skipped: receives the files that are left out, and why.
 
     Raises:
-        InputError: a source does not exist, holds nothing, or is of a kind that cannot be read in another process.
+        InputError: a source does not exist, holds nothing, or cannot be read in another process.
     """
     files: list[SourceFile] = []
     for source in sources:
@@ -118,10 +118,7 @@ def in_groups(files: Sequence[SourceFile], batch_documents: int) -> Iterator[lis
 
 
 def read_batches(files: Sequence[SourceFile], batch_documents: int) -> Iterator[ReadBatch]:
-    """Batches of the documents of files, as the local ingest makes them; memory holds one.
-
-    A file that cannot be used is a fault, and the others are read. Its documents before the fault are ingested.
-    """
+    """Batches of the documents of files, as the local ingest makes them; a file that cannot be used is a fault."""
     report = SourceReport()
     with closing(FileConverter()) as converter:
         for batch in batches(_documents(files, converter, report), batch_documents):
@@ -160,10 +157,9 @@ class PrecomputeActor:
         self._node = ray.get_runtime_context().get_node_id()
 
     def __call__(self, row: dict[str, bytes]) -> dict[str, bytes]:
-        """Encode a batch; see `ReadBatch` and `Delivery`.
+        """Encode a `ReadBatch` to a `Delivery`.
 
-        They travel as pickles between the processes of one Ray cluster, which pickles its tasks itself; none comes
-        from a client, a document or the remote tier.
+        They travel as pickles within a Ray cluster, as its tasks do; none comes from a client, a document or the remote tier.
         """
         read: ReadBatch = pickle.loads(row["batch"])
         delivery = Delivery(read=replace(read, documents=()), node=self._node)
@@ -187,11 +183,10 @@ class PrecomputeActor:
 
 
 def share(store: KVStore, encoder: DocumentEncoder, batch: EncodedBatch, pauses_s: Sequence[float] = PAUSES_S) -> None:
-    """Wait until the remote tier has the KV of every chunk of a batch; without a remote tier nothing is done.
+    """Wait until the remote tier, if there is one, has the KV of every chunk of a batch.
 
     Entries that were dropped on the way are sent now, and entries that the disk here has evicted meanwhile are computed again.
-    A remote tier that does not answer is asked again after each pause: it may be restarting, and the work of hours depends on
-    it.
+    A remote tier that does not answer is asked again after each pause: it may be restarting.
 
     Raises:
         RemoteError: the remote tier still refuses, or does not answer.
