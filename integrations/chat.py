@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import warnings
 from collections import deque
-from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from cacheblend.base.errors import InputError
 from cacheblend.retriever import Chunk, ScoredChunk
@@ -136,16 +135,6 @@ def _pieces(events: deque[Event]) -> Pieces:
             raise event.error
         if isinstance(event, Piece) and event.text:
             yield event.text, None
-
-
-_Item = TypeVar("_Item")
-
-
-async def in_threads(items: Iterator[_Item]) -> AsyncGenerator[_Item, None]:
-    """Items of an iterator whose steps run in a thread, so that the event loop goes on."""
-    end: Any = object()
-    while (item := await asyncio.to_thread(next, items, end)) is not end:
-        yield item
 
 
 def report(done: Done) -> dict[str, Any]:

@@ -6,7 +6,6 @@ As in `integrations/langchain.py`: chunks that the retriever found are looked fo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import aclosing
 from typing import Any
 
 from cacheblend.base.extras import needs_extra
@@ -19,7 +18,7 @@ from cacheblend.retriever import ScoredChunk
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.prompt import Message
 
-from .chat import EngineChat, chunk_metadata, in_threads, message_of, report
+from .chat import EngineChat, chunk_metadata, message_of, report
 
 __all__ = ["CacheBlendChatGenerator", "CacheBlendRetriever"]
 
@@ -44,7 +43,7 @@ class CacheBlendRetriever:
     @component.output_types(documents=list[Document])
     def run(self, query: str, top_k: int | None = None) -> dict[str, list[Document]]:
         found = self._engine.search(query, self._top_k if top_k is None else top_k)
-        return {"documents": [_document(scored) for scored in found]}
+        return {"documents": [_document(one) for one in found]}
 
 
 @component
@@ -54,7 +53,7 @@ class CacheBlendChatGenerator:
     Args:
         engine: open.
         generation_kwargs: options of every call, those of `integrations/chat.py`.
-        streaming_callback: called with each piece; `run_async` awaits a coroutine, `run` refuses it.
+        streaming_callback: called with each piece; no coroutine, since an asynchronous pipeline runs this in a thread.
     """
 
     def __init__(
@@ -83,24 +82,10 @@ class CacheBlendChatGenerator:
             chunks.append(chunk)
             if callback is not None:
                 callback(chunk)
-        return self._reply(chunks)
-
-    @component.output_types(replies=list[ChatMessage])
-    async def run_async(
-        self,
-        messages: list[ChatMessage],
-        generation_kwargs: dict[str, Any] | None = None,
-        streaming_callback: StreamingCallbackT | None = None,
-    ) -> dict[str, list[ChatMessage]]:
-        """Answer; the event loop goes on meanwhile, and runs the callback."""
-        callback = select_streaming_callback(self._callback, streaming_callback, requires_async=True)
-        chunks = []
-        async with aclosing(in_threads(self._chunks(messages, generation_kwargs))) as coming:
-            async for chunk in coming:
-                chunks.append(chunk)
-                if callback is not None and (waiting := callback(chunk)) is not None:
-                    await waiting
-        return self._reply(chunks)
+        meta = dict(chunks[-1].meta)
+        usage = {name: meta.pop(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens", "cached_tokens")}
+        meta |= {"model": self._chat.engine.config.model, "index": 0, "usage": usage}
+        return {"replies": [ChatMessage.from_assistant("".join(chunk.content for chunk in chunks), meta=meta)]}
 
     def _chunks(self, messages: Sequence[ChatMessage], generation_kwargs: Mapping[str, Any] | None) -> Iterator[StreamingChunk]:
         """The answer's pieces; the last one has the metadata."""
@@ -108,12 +93,6 @@ class CacheBlendChatGenerator:
         for index, (piece, done) in enumerate(self._chat.stream([_message(message) for message in messages], options)):
             meta = {} if done is None else report(done)
             yield StreamingChunk(content=piece, meta=meta, index=0, start=index == 0, finish_reason=meta.get("finish_reason"))
-
-    def _reply(self, chunks: Sequence[StreamingChunk]) -> dict[str, list[ChatMessage]]:
-        meta = dict(chunks[-1].meta)
-        usage = {name: meta.pop(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens", "cached_tokens")}
-        meta |= {"model": self._chat.engine.config.model, "index": 0, "usage": usage}
-        return {"replies": [ChatMessage.from_assistant("".join(chunk.content for chunk in chunks), meta=meta)]}
 
 
 def _document(found: ScoredChunk) -> Document:

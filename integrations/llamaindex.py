@@ -6,7 +6,7 @@ As in `integrations/langchain.py`: chunks that the retriever found are looked fo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 from cacheblend.base.extras import needs_extra
@@ -33,7 +33,7 @@ with needs_extra("llamaindex"):
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.prompt import MAX_NEW_TOKENS, Message
 
-from .chat import OPTIONS, EngineChat, chunk_metadata, in_threads, message_of, report
+from .chat import OPTIONS, EngineChat, chunk_metadata, message_of, report
 
 __all__ = ["CacheBlendLLM", "CacheBlendRetriever"]
 
@@ -123,7 +123,7 @@ class CacheBlendLLM(CustomLLM):
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
-        return in_threads(self._pieces(messages, **kwargs))
+        return _in_threads(self._pieces(messages, **kwargs))
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -139,7 +139,7 @@ class CacheBlendLLM(CustomLLM):
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
-        return in_threads(stream_chat_to_completion_decorator(self._pieces)(prompt, **kwargs))
+        return _in_threads(stream_chat_to_completion_decorator(self._pieces)(prompt, **kwargs))
 
     def _answer(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         *_, last = self._pieces(messages, **kwargs)
@@ -153,6 +153,13 @@ class CacheBlendLLM(CustomLLM):
             text += piece
             message = ChatMessage(role=MessageRole.ASSISTANT, content=text)
             yield ChatResponse(message=message, delta=piece, additional_kwargs={} if done is None else report(done))
+
+
+async def _in_threads(items: Iterator[Any]) -> AsyncGenerator[Any, None]:
+    """Items of an iterator whose steps run in a thread, so that the event loop goes on."""
+    end = object()
+    while (item := await asyncio.to_thread(next, items, end)) is not end:
+        yield item
 
 
 def _message(message: ChatMessage) -> Message:

@@ -125,9 +125,7 @@ def _commit(
 ) -> IngestReport:
     """Put a batch into the index, but for documents that were changed meanwhile by others or by this ingest, which are faults.
 
-    Args:
-        versions: of the documents that the index held at the start.
-        done: versions of this ingest's documents so far; those of the batch are added.
+    `versions` are of the documents that the index held at the start, `done` those of this ingest so far.
     """
     for id_ in [id_ for id_, new in batch.embedded.items() if done.get(id_) == new.document.version]:
         del batch.embedded[id_]  # the same text stood in two files
@@ -248,7 +246,6 @@ def _hush() -> None:
 
 def _absolute(config: EngineConfig) -> EngineConfig:
     """The config with paths that mean the same in an actor, whose working folder is another."""
-
     retriever, store = config.retriever, config.store
     given = {"model": config.model, "context_filler": config.context_filler, "embedder": retriever.embedder}
     given["remote_secret_file"] = store.remote_secret_file or ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from typing import Any
 
@@ -33,7 +32,7 @@ def pipeline(engine: Engine, builder: Any, generator: Any) -> Pipeline:
 
 
 def test_pipeline_with_a_chat_generator(engine: Engine) -> None:
-    """A pipeline with `ChatPromptBuilder` blends the stored KV; `run_async` gives the same reply."""
+    """A pipeline with `ChatPromptBuilder` blends the stored KV; a callback that is a coroutine is refused."""
     pieces: list[StreamingChunk] = []
     builder = ChatPromptBuilder([ChatMessage.from_user(TEMPLATE)], required_variables="*")
     asked = pipeline(engine, builder, CacheBlendChatGenerator(engine, {"max_tokens": 9}, pieces.append))
@@ -45,29 +44,11 @@ def test_pipeline_with_a_chat_generator(engine: Engine) -> None:
     generator = CacheBlendChatGenerator(engine)
     messages = [ChatMessage.from_system("Be short."), ChatMessage.from_user("When?")]
     whole = generator.run(messages)["replies"][0].text
-    assert asyncio.run(generator.run_async(messages))["replies"][0].text == whole
     stop = whole[3:6]
     assert generator.run(messages, {"stop": [stop]})["replies"][0].text == whole.partition(stop)[0]
 
+    async def receive(_: StreamingChunk) -> None:
+        pytest.fail("called")
 
-def test_async_streaming(engine: Engine) -> None:
-    """A coroutine is awaited on the event loop with each piece before the next; `run` refuses it."""
-    pieces: list[StreamingChunk] = []
-
-    async def receive(chunk: StreamingChunk) -> None:
-        await asyncio.sleep(0)
-        assert asyncio.get_running_loop() is loop[0]
-        pieces.append(chunk)
-
-    async def answer() -> ChatMessage:
-        loop[:] = [asyncio.get_running_loop()]
-        return (await generator.run_async(messages, {"max_tokens": 9}))["replies"][0]
-
-    loop: list[asyncio.AbstractEventLoop] = []
-    generator, messages = CacheBlendChatGenerator(engine, streaming_callback=receive), [ChatMessage.from_user("When?")]
-    reply = asyncio.run(answer())
-    assert reply.text == "".join(piece.content for piece in pieces)
-    assert len(pieces) > 3
-    assert [piece.finish_reason for piece in pieces].count(None) == len(pieces) - 1
     with pytest.raises(ValueError, match="cannot be a coroutine"):
-        generator.run(messages)
+        generator.run(messages, streaming_callback=receive)
