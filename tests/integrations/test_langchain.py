@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
@@ -117,26 +116,6 @@ def test_stream_and_its_async_twin(retriever: CacheBlendRetriever, model: ChatCa
         return [piece.content async for piece in asked.astream(QUESTION)]
 
     assert "".join(asyncio.run(astream())) == whole.content
-
-
-def test_async_does_not_block_the_loop(engine: Engine, model: ChatCacheBlend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a slow model answers `ainvoke` and `astream`, the event loop goes on."""
-    decode = engine.fusor.decoder.decode
-    monkeypatch.setattr(engine.fusor.decoder, "decode", lambda *given: (time.sleep(0.05), decode(*given))[1])
-
-    async def turns() -> int:
-        async def stream() -> None:
-            async for _ in model.astream("hello there"):
-                pass
-
-        answers, count = asyncio.gather(model.ainvoke("hello"), stream()), 0
-        while not answers.done():
-            await asyncio.sleep(0.002)
-            count += 1
-        await answers
-        return count
-
-    assert asyncio.run(turns()) > 10
 
 
 def test_an_abandoned_stream_frees_all(engine: Engine, retriever: CacheBlendRetriever, model: ChatCacheBlend) -> None:

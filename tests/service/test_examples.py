@@ -7,12 +7,10 @@ from pathlib import Path
 from types import ModuleType
 
 import openai
-import pytest
 from api import MODEL, listening
 from engines import OpenEngine
 from langchain_core.documents import Document
 
-from cacheblend.base.errors import InputError
 from cacheblend.integrations.langchain import CacheBlendRetriever, ChatCacheBlend
 from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.server import Server
@@ -74,17 +72,3 @@ def test_openai_client(open_engine: OpenEngine) -> None:
     ):
         assert example("openai_client").run(client)
     assert {document.id for document in engine.documents.ls()} == {"travel", "leave"}
-
-
-def test_langchain_options_of_a_call(open_engine: OpenEngine) -> None:
-    """A call's options win over the model's fields, and documents above the corpus are as many as there are."""
-    engine = open_engine()
-    example("langchain_chain").run(engine)
-    found = CacheBlendRetriever(engine=engine, num_chunks=50).invoke("journeys")
-    assert len(found) == len(engine.retriever.chunks())
-    model = ChatCacheBlend(engine=engine, max_tokens=9)
-    message = model.bind(max_tokens=2, temperature=0.5, method="full_recompute").invoke("When?", documents=found)
-    assert message.usage_metadata["output_tokens"] <= 2
-    assert message.response_metadata["plan"]["method"] == "full_recompute"
-    with pytest.raises(InputError, match=r"tools: not an option.*max_tokens"):
-        model.invoke("When?", tools=[])
