@@ -12,14 +12,14 @@ except ModuleNotFoundError as error:
 from cacheblend.base.errors import ConfigError, DamagedEntryError, InputError, StoreDirectoryError, StoreError, StoreFullError
 
 from .catalog import CatalogEntry
-from .chunk import ChunkKV, KVHandle, LayerPair
+from .chunk import ChunkKey, ChunkKV, KVHandle, context_digest
+from .codecs import LayerPair
 from .config import StoreConfig
 from .document_table import StoredDocument
-from .key import ChunkKey, context_digest
 from .kv_store import KVStore
+from .nvme_tier import VerifyReport
 from .prefix_blocks import BLOCK_TOKENS, BlockChain, PrefixBlocks, PrefixRun, PrefixStats, chain_root
 from .tiers import CACHE_TIERS, CacheTier, Placement, StoreStats, tiers_in_memory
-from .verify import VerifyReport
 from .write_queue import DocumentVersion
 
 __all__ = [

@@ -7,14 +7,13 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from cacheblend.base.errors import StoreDirectoryError, StoreError
 from cacheblend.base.sqlite import Database
 
-from .eviction import Evictable
-from .key import ChunkKey
+from .chunk import ChunkKey
 
 SCHEMA_VERSION = 2
 
@@ -24,16 +23,7 @@ IS_PINNED = """EXISTS (
     WHERE document_chunks.digest = entries.digest AND documents.pinned
 )"""
 
-# What the columns hold. SQLite does not hold a value against its column's type when it reads.
-COLUMNS = {
-    "entries": {
-        **dict.fromkeys(("digest", "model", "codec", "namespace"), "text"),
-        **dict.fromkeys(("tokens", "layers", "bytes", "created_ns", "used_ns", "pinned"), "integer"),
-    },
-    "totals": {"namespace": "text", "entries": "integer", "bytes": "integer"},
-    "documents": {"id": "text", "version": "text", "pinned": "integer", "changed_ns": "integer"},
-    "document_chunks": {"document": "text", "digest": "text"},
-}
+_TABLES = ("entries", "totals", "documents", "document_chunks")
 
 SCHEMA = (
     """CREATE TABLE entries (
@@ -48,7 +38,7 @@ SCHEMA = (
         used_ns INTEGER NOT NULL,
         pinned INTEGER NOT NULL DEFAULT 0
     ) WITHOUT ROWID""",
-    "CREATE INDEX entries_to_evict ON entries (used_ns, digest, namespace) WHERE pinned = 0",
+    "CREATE INDEX entries_to_evict ON entries (used_ns, digest) WHERE pinned = 0",
     """CREATE TABLE totals (
         namespace TEXT PRIMARY KEY,
         entries INTEGER NOT NULL,
@@ -91,15 +81,13 @@ SCHEMA = (
 logger = logging.getLogger(__name__)
 
 _MAX_TOUCHED = 1024
-_PAGE = 64
 _COLUMNS = "digest, model, codec, namespace, tokens, layers, bytes, created_ns, used_ns"
 _NO_DIGEST = "(length(digest) != 64 OR digest GLOB '*[^0-9a-f]*')"
 _MAX_NS = 2**62  # the year 2116: a time of use beyond it is no time
 _TOTALS = "SELECT namespace, count(*), sum(bytes) FROM entries GROUP BY namespace"
 
 
-@dataclass(frozen=True, slots=True)
-class CatalogEntry:
+class CatalogEntry(NamedTuple):
     """An entry as the catalog lists it; `bytes` of its file, times in nanoseconds of Unix time."""
 
     key: ChunkKey
@@ -148,11 +136,6 @@ class Catalog:
         """Number of entries, and bytes of their files."""
         ((entries, total_bytes),) = self.database.rows("SELECT coalesce(sum(entries), 0), coalesce(sum(bytes), 0) FROM totals")
         return entries, total_bytes
-
-    def held_bytes(self, namespace: str) -> int:
-        """Bytes of a namespace's files."""
-        rows = self.database.rows("SELECT bytes FROM totals WHERE namespace = ?", namespace)
-        return int(rows[0][0]) if rows else 0
 
     def document_version(self, id_: str) -> str | None:
         """The version of a document; None if the store knows no document of that id."""
@@ -220,23 +203,18 @@ class Catalog:
         if self._touched:
             self.change()
 
-    def evictable(self, only: str | None = None, spare: str | None = None) -> Iterator[Evictable[str]]:
-        """Entries that no pinned document has, the least recently used first; see `EvictingTier`."""
+    def evictable(self) -> Iterator[tuple[str, int]]:
+        """Digest and bytes of the entries that no pinned document has, the least recently used first."""
         self.save_uses()
-        where = "namespace = ?" if only is not None else "namespace != ?" if spare is not None else "TRUE"
-        named = [namespace for namespace in (only, spare) if namespace is not None][:1]
         query = (
-            f"SELECT used_ns, digest, bytes FROM entries WHERE pinned = 0 AND {where} "
-            "AND (used_ns, digest) > (?, ?) ORDER BY used_ns, digest LIMIT ?"
+            "SELECT digest, bytes, used_ns FROM entries WHERE pinned = 0 AND (used_ns, digest) > (?, ?) "
+            "ORDER BY used_ns, digest LIMIT 64"
         )
         last = (-1, "")
-        while True:
-            page = self.database.rows(query, *named, *last, _PAGE)
-            for used_ns, digest, entry_bytes in page:
+        while page := self.database.rows(query, *last):
+            for digest, entry_bytes, used_ns in page:
                 last = (used_ns, digest)
-                yield Evictable(digest, entry_bytes)
-            if len(page) < _PAGE:
-                return
+                yield digest, entry_bytes
 
     def entries(self) -> Iterator[CatalogEntry]:
         """Every entry as it is at the first step, the least recently used first; memory holds a page of them."""
@@ -275,8 +253,9 @@ class Catalog:
 
     def _check_rows(self) -> None:
         """Refuse rows of which a bad disk has altered a value's kind, and repair what follows from others."""
-        for table, columns in COLUMNS.items():
-            wrong = " OR ".join(f"typeof({name}) != '{kind}'" for name, kind in columns.items())
+        for table in _TABLES:  # SQLite does not hold a value against its column's type when it reads
+            columns = self.database.rows("SELECT name, lower(type) FROM pragma_table_info(?)", table)
+            wrong = " OR ".join(f"typeof({name}) != '{kind}'" for name, kind in columns)
             if self.database.rows(f"SELECT 1 FROM {table} WHERE {wrong} LIMIT 1"):
                 raise self.database.unusable(f"a row of the table {table} is damaged")
         for table in ("entries", "document_chunks"):  # a damaged digest is no name of a file
@@ -302,16 +281,9 @@ class Catalog:
                 _insert(transaction, found())
                 transaction.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         elif version != SCHEMA_VERSION:
-            older = (
-                ""
-                if version > SCHEMA_VERSION
-                else (
-                    f", or, with no process using the store, move {path.name}* away: it is made again from the entries' files"
-                )
-            )
             raise StoreDirectoryError(
                 f"{path} has schema {version}, this version of cacheblend reads {SCHEMA_VERSION}; "
-                f"use the version that made it{older}"
+                "use the version that made it, or a new folder"
             )
         else:
             self._check_rows()
@@ -325,11 +297,5 @@ def _count_totals(transaction: sqlite3.Connection) -> None:
 def _insert(transaction: sqlite3.Connection, entries: Iterable[CatalogEntry]) -> None:
     transaction.executemany(
         f"INSERT INTO entries ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            (
-                *(entry.key.digest, entry.key.model, entry.key.codec, entry.key.namespace),
-                *(entry.tokens, entry.layers, entry.bytes, entry.created_ns, entry.used_ns),
-            )
-            for entry in entries
-        ),
+        ((entry.key.digest, entry.key.model, entry.key.codec, entry.key.namespace, *entry[1:]) for entry in entries),
     )

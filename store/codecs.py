@@ -1,9 +1,8 @@
 """Codecs: the keys and values of one layer as the one tensor that is stored, and back.
 
-A codec is a small class in this file, entered in `CODECS`. It packs scales into the tensor of the values, so that a layer stays
-one contiguous read.
+A codec is a small class in this file, entered in `CODECS`.
 
-Shapes: H KV heads, T tokens, D head size.
+Shapes: H KV heads, T tokens, D head size, G groups.
 """
 
 from __future__ import annotations
@@ -11,15 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 
 from cacheblend.base.errors import InputError
 
-from .chunk import LayerPair
-
+LayerPair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 _ALIGNMENT = 16  # bytes; packed tensors that stand one after the other in a buffer can still be viewed as floats
+_TINY = 2.0**-126  # the least normal float32
 
 
 class LayerShape(NamedTuple):
@@ -43,15 +42,32 @@ class EncodedShape(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Codec(Protocol):
-    """Encodes and decodes one layer; without state, used by several threads at once."""
+class Codec:
+    """Encodes and decodes one layer; without state, used by several threads at once.
 
-    @property
-    def name(self) -> str:
-        """The codec's name, which is part of an entry's key."""
+    A codec packs the tensors that `pack` makes, such as scales and codes, into one tensor of bytes, so that a layer stays one
+    contiguous read. Those of the widest dtype come first, so that all are aligned.
+    """
+
+    name: ClassVar[str]  # part of an entry's key
+    largest: ClassVar[float] = torch.finfo(torch.float32).max  # of the values that it can hold
+
+    def parts(self, layer: LayerShape) -> Sequence[EncodedShape]:
+        """Shapes of the tensors that `pack` makes."""
+        raise NotImplementedError
+
+    def pack(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The tensors that are stored for keys and values in float32."""
+        raise NotImplementedError
+
+    def unpack(self, parts: Sequence[torch.Tensor]) -> LayerPair:
+        """`k_HTD` and `v_HTD` in float32."""
+        raise NotImplementedError
 
     def encoded_shape(self, layer: LayerShape) -> EncodedShape:
         """Shape of the tensor that `encode` fills for such a layer: a file of another shape is damaged."""
+        size = sum(part.nbytes for part in self.parts(layer))
+        return EncodedShape(torch.uint8, (-(-size // _ALIGNMENT) * _ALIGNMENT,))
 
     def encode(self, layers: Sequence[LayerPair], encoded: torch.Tensor) -> None:
         """Fill the stored tensors of L layers of one shape, contiguous on the CPU; computed where keys and values are.
@@ -61,54 +77,30 @@ class Codec(Protocol):
             encoded: `(L, *encoded_shape)`.
 
         Raises:
-            InputError: the codec cannot hold a value.
-
+            InputError: a value is not finite, or larger than `largest`.
         """
+        for pair, stored in zip(layers, encoded, strict=True):
+            k_HTD, v_HTD = (x_HTD.detach().float() for x_HTD in pair)
+            for name, x_HTD in (("keys", k_HTD), ("values", v_HTD)):
+                if not (peak := float(x_HTD.abs().max())) <= self.largest:  # NaN compares false
+                    raise InputError(f"codec {self.name!r} cannot hold {name} of size {peak}; use codec 'raw'")
+            at = 0
+            for part in self.pack(k_HTD, v_HTD):
+                stored[at : at + part.nbytes] = part.contiguous().view(-1).view(torch.uint8)
+                at += part.nbytes
+            stored[at:] = 0
 
     def decode(self, encoded: torch.Tensor, layer: LayerShape) -> LayerPair:
         """`k_HTD` and `v_HTD` of the layer's dtype, where `encoded` is; may be views of it."""
+        views, at = [], 0
+        for part in self.parts(layer):
+            views.append(encoded[at : at + part.nbytes].view(part.dtype).view(part.shape))
+            at += part.nbytes
+        k_HTD, v_HTD = self.unpack(views)
+        return k_HTD.to(layer.dtype), v_HTD.to(layer.dtype)
 
 
-def packed_shape(parts: Sequence[EncodedShape]) -> EncodedShape:
-    """Shape of the tensor that `pack` fills with such parts."""
-    size = sum(part.nbytes for part in parts)
-    return EncodedShape(torch.uint8, (-(-size // _ALIGNMENT) * _ALIGNMENT,))
-
-
-def pack(parts: Sequence[torch.Tensor], encoded: torch.Tensor) -> None:
-    """Fill a tensor of `packed_shape` with tensors' bytes; those of the widest dtype come first, so that all are aligned."""
-    at = 0
-    for part in parts:
-        encoded[at : at + part.nbytes] = part.contiguous().view(-1).view(torch.uint8)
-        at += part.nbytes
-    encoded[at:] = 0
-
-
-def unpack(encoded: torch.Tensor, parts: Sequence[EncodedShape]) -> list[torch.Tensor]:
-    """The tensors that were packed, as views, on any device."""
-    views, at = [], 0
-    for part in parts:
-        views.append(encoded[at : at + part.nbytes].view(part.dtype).view(part.shape))
-        at += part.nbytes
-    return views
-
-
-def as_float32(codec: str, k_HTD: torch.Tensor, v_HTD: torch.Tensor, largest: float = math.inf) -> LayerPair:
-    """Keys and values in float32, for a codec that cannot hold all of them.
-
-    Raises:
-        InputError: a value is not finite, or larger than `largest`.
-
-    """
-    pair = k_HTD.detach().float(), v_HTD.detach().float()
-    for name, x_HTD in zip(("keys", "values"), pair, strict=True):
-        peak = float(x_HTD.abs().max())
-        if not peak <= min(largest, torch.finfo(torch.float32).max):  # NaN compares false
-            raise InputError(f"codec {codec!r} cannot hold {name} of size {peak}; use codec 'raw'")
-    return pair
-
-
-class RawCodec:
+class RawCodec(Codec):
     """Stores `(2, H, T, D)`: keys, then values."""
 
     name = "raw"
@@ -128,11 +120,10 @@ class RawCodec:
 
 
 _FP8_LARGEST = 448.0  # of float8_e4m3fn
-_TINY = 2.0**-126  # the least normal float32
 
 
-class Fp8Codec:
-    """Stores scales float32 `(2, H)`, then values float8 `(2, H, T, D)`: keys, then values.
+class Fp8Codec(Codec):
+    """Stores a scale a head, float32 `(2, H, 1, 1)`, then float8 `(2, H, T, D)`: keys, then values.
 
     A value's relative error is at most 2**-4; below 2**-14 of its head's largest value, the absolute error is at most 2**-18 of
     that.
@@ -140,34 +131,26 @@ class Fp8Codec:
 
     name = "fp8_e4m3"
 
-    def encoded_shape(self, layer: LayerShape) -> EncodedShape:
-        return packed_shape(self._parts(layer))
-
-    def encode(self, layers: Sequence[LayerPair], encoded: torch.Tensor) -> None:
-        for (k_HTD, v_HTD), layer in zip(layers, encoded, strict=True):
-            self._encode(k_HTD, v_HTD, layer)
-
-    def _encode(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor, encoded: torch.Tensor) -> None:
-        x_2HTD = torch.stack(as_float32(self.name, k_HTD, v_HTD))
-        scale_2H = (x_2HTD.abs().amax((2, 3)) / _FP8_LARGEST).clamp_(min=_TINY)
-        # Clamped: a value that rounding puts above the largest would become NaN.
-        codes_2HTD = (x_2HTD / scale_2H[:, :, None, None]).clamp_(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn)
-        pack((scale_2H, codes_2HTD), encoded)
-
-    def decode(self, encoded: torch.Tensor, layer: LayerShape) -> LayerPair:
-        scale_2H, codes_2HTD = unpack(encoded, self._parts(layer))
-        k_HTD, v_HTD = codes_2HTD.float().mul_(scale_2H[:, :, None, None]).to(layer.dtype)
-        return k_HTD, v_HTD
-
-    def _parts(self, layer: LayerShape) -> tuple[EncodedShape, ...]:
+    def parts(self, layer: LayerShape) -> Sequence[EncodedShape]:
         heads, tokens, dim, _ = layer
-        return EncodedShape(torch.float32, (2, heads)), EncodedShape(torch.float8_e4m3fn, (2, heads, tokens, dim))
+        return EncodedShape(torch.float32, (2, heads, 1, 1)), EncodedShape(torch.float8_e4m3fn, (2, heads, tokens, dim))
+
+    def pack(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> Sequence[torch.Tensor]:
+        x_2HTD = torch.stack((k_HTD, v_HTD))
+        scale_2H11 = _scale(x_2HTD, (2, 3), _FP8_LARGEST)
+        # Clamped: a value that rounding puts above the largest would become NaN.
+        return scale_2H11, (x_2HTD / scale_2H11).clamp_(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn)
+
+    def unpack(self, parts: Sequence[torch.Tensor]) -> LayerPair:
+        scale_2H11, codes_2HTD = parts
+        k_HTD, v_HTD = codes_2HTD.float().mul_(scale_2H11)
+        return k_HTD, v_HTD
 
 
 _INT8_LARGEST = 127
 
 
-class Int8Codec:
+class Int8Codec(Codec):
     """Stores scales float32 of keys `(H, 1, D)` and values `(H, T, 1)`, then int8 `(2, H, T, D)`.
 
     An error is at most 1/254 of the largest value that shares the scale.
@@ -175,25 +158,7 @@ class Int8Codec:
 
     name = "int8"
 
-    def encoded_shape(self, layer: LayerShape) -> EncodedShape:
-        return packed_shape(self._parts(layer))
-
-    def encode(self, layers: Sequence[LayerPair], encoded: torch.Tensor) -> None:
-        for (k_HTD, v_HTD), layer in zip(layers, encoded, strict=True):
-            self._encode(k_HTD, v_HTD, layer)
-
-    def _encode(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor, encoded: torch.Tensor) -> None:
-        k_HTD, v_HTD = as_float32(self.name, k_HTD, v_HTD)
-        k_scale_H1D = (k_HTD.abs().amax(1, keepdim=True) / _INT8_LARGEST).clamp_(min=_TINY)
-        v_scale_HT1 = (v_HTD.abs().amax(2, keepdim=True) / _INT8_LARGEST).clamp_(min=_TINY)
-        codes_2HTD = torch.stack((k_HTD / k_scale_H1D, v_HTD / v_scale_HT1)).round_().clamp_(-_INT8_LARGEST, _INT8_LARGEST)
-        pack((k_scale_H1D, v_scale_HT1, codes_2HTD.to(torch.int8)), encoded)
-
-    def decode(self, encoded: torch.Tensor, layer: LayerShape) -> LayerPair:
-        k_scale_H1D, v_scale_HT1, codes_2HTD = unpack(encoded, self._parts(layer))
-        return (codes_2HTD[0] * k_scale_H1D).to(layer.dtype), (codes_2HTD[1] * v_scale_HT1).to(layer.dtype)
-
-    def _parts(self, layer: LayerShape) -> tuple[EncodedShape, ...]:
+    def parts(self, layer: LayerShape) -> Sequence[EncodedShape]:
         heads, tokens, dim, _ = layer
         return (
             EncodedShape(torch.float32, (heads, 1, dim)),
@@ -201,14 +166,27 @@ class Int8Codec:
             EncodedShape(torch.int8, (2, heads, tokens, dim)),
         )
 
+    def pack(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> Sequence[torch.Tensor]:
+        k_scale_H1D, v_scale_HT1 = _scale(k_HTD, 1, _INT8_LARGEST), _scale(v_HTD, 2, _INT8_LARGEST)
+        codes_2HTD = torch.stack((k_HTD / k_scale_H1D, v_HTD / v_scale_HT1)).round_().clamp_(-_INT8_LARGEST, _INT8_LARGEST)
+        return k_scale_H1D, v_scale_HT1, codes_2HTD.to(torch.int8)
+
+    def unpack(self, parts: Sequence[torch.Tensor]) -> LayerPair:
+        k_scale_H1D, v_scale_HT1, codes_2HTD = parts
+        return codes_2HTD[0] * k_scale_H1D, codes_2HTD[1] * v_scale_HT1
+
+
+def _scale(x: torch.Tensor, dim: int | tuple[int, ...], largest: float) -> torch.Tensor:
+    """What one step of a code is worth, for all values along `dim` together."""
+    return (x.abs().amax(dim, keepdim=True) / largest).clamp_(min=_TINY)
+
 
 GROUP = 32
 _INT4_LARGEST = 15
-_HALF_LARGEST = 65504.0
 _HALF_TINY = 2.0**-24
 
 
-class Int4Codec:
+class Int4Codec(Codec):
     """Stores float16 floor and step of keys `(2, H, G, D)` and values `(2, H, T, G)`, then bytes `(H, T, D)`.
 
     A byte holds a key in its low half and a value in its high half. An error is at most half a step (1/30 of the group's span)
@@ -216,33 +194,24 @@ class Int4Codec:
     """
 
     name = "int4"
+    largest = 65504.0  # of float16
 
-    def encoded_shape(self, layer: LayerShape) -> EncodedShape:
-        return packed_shape(self._parts(layer))
-
-    def encode(self, layers: Sequence[LayerPair], encoded: torch.Tensor) -> None:
-        for (k_HTD, v_HTD), layer in zip(layers, encoded, strict=True):
-            self._encode(k_HTD, v_HTD, layer)
-
-    def _encode(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor, encoded: torch.Tensor) -> None:
-        k_HTD, v_HTD = as_float32(self.name, k_HTD, v_HTD, largest=_HALF_LARGEST)
-        k_range_2HGD, k_codes_HTD = _quantise(k_HTD, 1)
-        v_range_2HTG, v_codes_HTD = _quantise(v_HTD, 2)
-        pack((k_range_2HGD, v_range_2HTG, k_codes_HTD | v_codes_HTD << 4), encoded)
-
-    def decode(self, encoded: torch.Tensor, layer: LayerShape) -> LayerPair:
-        k_range_2HGD, v_range_2HTG, codes_HTD = unpack(encoded, self._parts(layer))
-        k_HTD = _dequantise(k_range_2HGD, codes_HTD & _INT4_LARGEST, 1)
-        v_HTD = _dequantise(v_range_2HTG, codes_HTD >> 4, 2)
-        return k_HTD.to(layer.dtype), v_HTD.to(layer.dtype)
-
-    def _parts(self, layer: LayerShape) -> tuple[EncodedShape, ...]:
+    def parts(self, layer: LayerShape) -> Sequence[EncodedShape]:
         heads, tokens, dim, _ = layer
         return (
             EncodedShape(torch.float16, (2, heads, -(-tokens // GROUP), dim)),
             EncodedShape(torch.float16, (2, heads, tokens, -(-dim // GROUP))),
             EncodedShape(torch.uint8, (heads, tokens, dim)),
         )
+
+    def pack(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> Sequence[torch.Tensor]:
+        k_range_2HGD, k_codes_HTD = _quantise(k_HTD, 1)
+        v_range_2HTG, v_codes_HTD = _quantise(v_HTD, 2)
+        return k_range_2HGD, v_range_2HTG, k_codes_HTD | v_codes_HTD << 4
+
+    def unpack(self, parts: Sequence[torch.Tensor]) -> LayerPair:
+        k_range_2HGD, v_range_2HTG, codes_HTD = parts
+        return _dequantise(k_range_2HGD, codes_HTD & _INT4_LARGEST, 1), _dequantise(v_range_2HTG, codes_HTD >> 4, 2)
 
 
 def _quantise(x_HTD: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -251,18 +220,19 @@ def _quantise(x_HTD: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor
     floor = torch.cat([group.amin(dim, keepdim=True) for group in groups], dim)
     ceiling = torch.cat([group.amax(dim, keepdim=True) for group in groups], dim)
     ranges = torch.stack((floor, ((ceiling - floor) / _INT4_LARGEST).clamp_(min=_HALF_TINY))).half()
-    floor, step = (_spread(part, x_HTD.shape[dim], dim) for part in ranges.float())
+    floor, step = _spread(ranges, x_HTD, dim)
     return ranges, ((x_HTD - floor) / step).round_().clamp_(0, _INT4_LARGEST).to(torch.uint8)
 
 
 def _dequantise(ranges: torch.Tensor, codes_HTD: torch.Tensor, dim: int) -> torch.Tensor:
-    floor, step = (_spread(part, codes_HTD.shape[dim], dim) for part in ranges.float())
+    floor, step = _spread(ranges, codes_HTD, dim)
     return codes_HTD * step + floor
 
 
-def _spread(grouped: torch.Tensor, size: int, dim: int) -> torch.Tensor:
-    """Each group's number at every place of the group."""
-    return grouped.repeat_interleave(GROUP, dim).narrow(dim, 0, size)
+def _spread(ranges: torch.Tensor, x_HTD: torch.Tensor, dim: int) -> LayerPair:
+    """Floor and step of its group at every place of `x_HTD`, in float32."""
+    floor, step = ranges.float().repeat_interleave(GROUP, dim + 1).narrow(dim + 1, 0, x_HTD.shape[dim])
+    return floor, step
 
 
 _ALL: tuple[Codec, ...] = (RawCodec(), Fp8Codec(), Int8Codec(), Int4Codec())

@@ -28,7 +28,6 @@ class StoreConfig:
         cache_budgets: bytes of further tiers of copies, by their names in `CACHE_TIERS`; they stand between RAM and NVMe, the
             fastest first.
         write_queue_bytes: bytes of entries that wait to be written before a put blocks.
-        write_group_bytes: bytes of the entries that are written in one commit.
         remote: the tier that several machines share: `redis://host:6379/0`, `rediss://` with TLS, `unix:///path`,
             `s3://bucket/prefix`, `gs://`, `az://` or `file:///folder`. No text shows it, since it may hold a password.
         remote_secret: of the deployment; with it objects have names that nobody else can compute, and bytes that nobody else
@@ -47,7 +46,6 @@ class StoreConfig:
     )
     cache_budgets: Mapping[str, int] = field(default_factory=dict)
     write_queue_bytes: int = 512 * MIB
-    write_group_bytes: int = 64 * MIB
     direct_reads: bool = option(False, "Read KV past the page cache, for a store larger than RAM.")
     remote: str | None = option(
         None,
@@ -82,24 +80,23 @@ class StoreConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.directory, str | os.PathLike) or not os.fspath(self.directory):
             raise ConfigError("directory", self.directory, "name the folder that holds the store")
-        check_bytes("ram_budget_bytes", self.ram_budget_bytes)
-        check_bytes("nvme_budget_bytes", self.nvme_budget_bytes)
-        check_bytes("write_queue_bytes", self.write_queue_bytes)
-        check_bytes("write_group_bytes", self.write_group_bytes)
+        for name in ("ram_budget_bytes", "nvme_budget_bytes", "write_queue_bytes", "remote_queue_bytes"):
+            check_bytes(name, getattr(self, name))
         further = sorted(set(CACHE_TIERS) - {RAM})
         for name, budget_bytes in self.cache_budgets.items():
             if name not in further:
                 raise ConfigError("cache_budgets", name, f"one of the tiers {', '.join(further) or '(none is registered)'}")
             check_bytes(f"cache_budgets[{name!r}]", budget_bytes)
         self.remote_address()
-        self._check_secret()
+        if self.remote_secret is not None and self.remote_secret_file is not None:
+            raise ConfigError("remote_secret_file", self.remote_secret_file, "not beside remote_secret")
+        self.read_secret()
         if self.remote_tenant is not None and (not isinstance(self.remote_tenant, str) or not self.remote_tenant):
             raise ConfigError("remote_tenant", self.remote_tenant, "a tenant's name, or nothing")
         if not is_number(self.remote_timeout_s) or self.remote_timeout_s <= 0:
             raise ConfigError("remote_timeout_s", self.remote_timeout_s, "seconds above 0")
         if self.remote_ttl_s is not None:
             check_whole("remote_ttl_s", self.remote_ttl_s)
-        check_bytes("remote_queue_bytes", self.remote_queue_bytes)
 
     def remote_address(self) -> RemoteAddress | None:
         """Where the remote tier is; None for none."""
@@ -123,11 +120,6 @@ class StoreConfig:
         if not isinstance(secret, str) or len(secret) < MIN_SECRET:
             raise ConfigError(name, "what is given (not shown)", f"{MIN_SECRET} characters or more")
         return secret.encode()
-
-    def _check_secret(self) -> None:
-        if self.remote_secret is not None and self.remote_secret_file is not None:
-            raise ConfigError("remote_secret_file", self.remote_secret_file, "not beside remote_secret")
-        self.read_secret()
 
     def budgets(self) -> dict[str, int]:
         """Bytes of each tier, the fastest tier first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from cacheblend.base.errors import InputError
 from cacheblend.base.sqlite import prefix_end
 
 if TYPE_CHECKING:
-    from .key import ChunkKey
+    from .chunk import ChunkKey
     from .nvme_tier import NvmeTier
 
 
@@ -91,10 +92,9 @@ class DocumentTable:
 
     def ids(self, prefix: str = "") -> list[str]:
         """Every document's id that begins with a text, in order."""
-        if not prefix:
-            return [id_ for (id_,) in self._database.rows("SELECT id FROM documents ORDER BY id")]
-        query = "SELECT id FROM documents WHERE id >= ? AND id < ? ORDER BY id"
-        return [id_ for (id_,) in self._database.rows(query, prefix, prefix_end(prefix))]
+        end = prefix_end(prefix) if prefix else chr(sys.maxunicode)
+        rows = self._database.rows("SELECT id FROM documents WHERE id >= ? AND id < ? ORDER BY id", prefix, end)
+        return [id_ for (id_,) in rows]
 
     def put(self, documents: Iterable[tuple[str, str, Sequence[ChunkKey]]]) -> int:
         """Note documents and their chunks, in one transaction; stores no KV. A document stays pinned.
@@ -111,21 +111,30 @@ class DocumentTable:
             StoreFullError: the disk is full.
             StoreDirectoryError: the catalog cannot be written.
         """
-        given = [(id_, version, [key.digest for key in keys]) for id_, version, keys in documents]
+        given, now_ns = list(documents), time.time_ns()
+
+        def change(transaction: sqlite3.Connection) -> None:
+            for id_, version, keys in given:
+                transaction.execute(
+                    "DELETE FROM document_chunks WHERE document = ? AND EXISTS "
+                    "(SELECT 1 FROM documents WHERE id = document AND version != ?)",
+                    (id_, version),
+                )
+                transaction.execute(
+                    "INSERT INTO documents VALUES (?, ?, 0, ?) ON CONFLICT (id) DO UPDATE SET "
+                    "version = excluded.version, changed_ns = excluded.changed_ns WHERE version != excluded.version",
+                    (id_, version, now_ns),
+                )
+                rows = ((id_, key.digest) for key in keys)
+                transaction.executemany("INSERT OR IGNORE INTO document_chunks VALUES (?, ?)", rows)
+
         with self._nvme.exclusive():
-            before = self._digests(id_ for id_, _, _ in given)
-            return self._drop(before, lambda: self._put(given, before))
+            return self._change(change, self._digests(id_ for id_, _, _ in given))
 
     def drop_unowned(self, keys: Iterable[ChunkKey]) -> int:
         """Remove the KV of those of some chunks that no document has, written or not; returns their number. See `put`."""
-
-        def change() -> list[str]:
-            with self._database.transaction() as transaction:
-                return _drop_unused(transaction, digests)
-
-        digests = [key.digest for key in keys]
         with self._nvme.exclusive():
-            return self._drop(digests, change)
+            return self._change(lambda _: None, [key.digest for key in keys])
 
     def delete(self, id_: str) -> int:
         """Forget a document, pinned or not, and remove the KV of chunks that no other document has; returns their number.
@@ -135,11 +144,16 @@ class DocumentTable:
         Raises:
             InputError: there is no such document.
         """
+
+        def change(transaction: sqlite3.Connection) -> None:
+            transaction.execute("DELETE FROM documents WHERE id = ?", (id_,))
+            transaction.execute("DELETE FROM document_chunks WHERE document = ?", (id_,))
+
         with self._nvme.exclusive():
             if self.version(id_) is None:
                 raise _unknown(id_)
-            before, own = self._digests([id_]), [digest for (digest,) in self._database.rows(_OWN, id_)]
-            return self._drop(before, lambda: self._nvme.on_full_disk_too(lambda: self._remove(id_, before), own))
+            own = [digest for (digest,) in self._database.rows(_OWN, id_)]
+            return self._change(change, self._digests([id_]), own)
 
     def pin(self, id_: str) -> None:
         """Spare the document's chunks from evictions, now and when they are stored later, by every process.
@@ -162,52 +176,41 @@ class DocumentTable:
             if not self._nvme.on_full_disk_too(change):
                 raise _unknown(id_)
 
-    def _put(self, documents: Sequence[tuple[str, str, Sequence[str]]], before: Sequence[str]) -> list[str]:
-        """Note documents: `(id, version, digests)`; returns those of the digests before that no document has any more."""
-        now_ns = time.time_ns()
-        with self._database.transaction() as transaction:
-            for id_, version, digests in documents:
-                transaction.execute(
-                    "DELETE FROM document_chunks WHERE document = ? AND EXISTS "
-                    "(SELECT 1 FROM documents WHERE id = document AND version != ?)",
-                    (id_, version),
-                )
-                transaction.execute(
-                    "INSERT INTO documents VALUES (?, ?, 0, ?) ON CONFLICT (id) DO UPDATE SET "
-                    "version = excluded.version, changed_ns = excluded.changed_ns WHERE version != excluded.version",
-                    (id_, version, now_ns),
-                )
-                rows = ((id_, digest) for digest in digests)
-                transaction.executemany("INSERT OR IGNORE INTO document_chunks VALUES (?, ?)", rows)
-            return _drop_unused(transaction, before)
-
-    def _remove(self, id_: str, before: Sequence[str]) -> list[str]:
-        with self._database.transaction() as transaction:
-            transaction.execute("DELETE FROM documents WHERE id = ?", (id_,))
-            transaction.execute("DELETE FROM document_chunks WHERE document = ?", (id_,))
-            return _drop_unused(transaction, before)
-
     def _digests(self, ids: Iterable[str]) -> list[str]:
         """Digests of the chunks of these documents, each once."""
         query = "SELECT digest FROM document_chunks WHERE document = ?"
         return list(dict.fromkeys(digest for id_ in ids for (digest,) in self._database.rows(query, id_)))
 
-    def _drop(self, digests: Sequence[str], change: Callable[[], list[str]]) -> int:
+    def _change(
+        self, change: Callable[[sqlite3.Connection], None], digests: Sequence[str], own: Sequence[str] | None = None
+    ) -> int:
+        """Change documents, and remove the KV of those chunks that no document has then, in one transaction.
+
+        Args:
+            change: changes the rows of documents.
+            digests: the chunks that may have lost their last document.
+            own: the entries that go in any case, where the change frees room; see `on_full_disk_too`.
+
+        Returns:
+            How many of the chunks no document has.
+        """
+
+        def commit() -> list[str]:
+            with self._database.transaction() as transaction:
+                change(transaction)
+                used = "SELECT 1 FROM document_chunks WHERE digest = ? LIMIT 1"
+                unused = [digest for digest in digests if transaction.execute(used, (digest,)).fetchone() is None]
+                transaction.executemany("DELETE FROM entries WHERE digest = ?", ((digest,) for digest in unused))
+                return unused
+
         with self._nvme.changing(digests):
-            dropped = change()
+            dropped = commit() if own is None else self._nvme.on_full_disk_too(commit, own)
             self._forget(dropped)
         return len(dropped)
 
 
 def _unknown(id_: str) -> InputError:
     return InputError(f"the store knows no document {id_!r}; `cacheblend documents ls` lists them")
-
-
-def _drop_unused(transaction: sqlite3.Connection, digests: Iterable[str]) -> list[str]:
-    used = "SELECT 1 FROM document_chunks WHERE digest = ? LIMIT 1"
-    unused = [digest for digest in digests if transaction.execute(used, (digest,)).fetchone() is None]
-    transaction.executemany("DELETE FROM entries WHERE digest = ?", ((digest,) for digest in unused))
-    return unused
 
 
 def _document(row: tuple[str, str, int, int, int, int, int, int, int]) -> StoredDocument:

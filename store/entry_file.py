@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import fcntl
 import itertools
 import os
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,12 +18,11 @@ import numpy as np
 import torch
 import xxhash
 
-from cacheblend.base.errors import DamagedEntryError, StoreError
+from cacheblend.base.errors import ConfigError, DamagedEntryError, StoreError
 from cacheblend.base.files import FILE_MODE, sync_folder, write_error
 from cacheblend.base.memory import Bytes, host_bytes
 
-from .direct_io import BLOCK_BYTES, aligned_blocks, leave_direct, make_direct, read_blocks
-from .entry import LENGTH_BYTES, MAX_HEADER_BYTES, EncodedEntry, EntryHeader, checksum
+from .entry import BLOCK_BYTES, LENGTH_BYTES, MAX_HEADER_BYTES, EncodedEntry, EntryInfo, aligned_blocks, checksum, parse_header
 
 _MAX_PARTS = 1024  # of one vectored read (IOV_MAX)
 
@@ -33,10 +33,11 @@ class EntryFile:
     A file that other processes unlink stays readable until it is closed.
     """
 
-    def __init__(self, fd: int, path: Path, header: EntryHeader, data_start: int, *, direct: bool) -> None:
-        self.info, self._fd, self._path, self._checksums, self._direct = header.info, fd, path, header.checksums, direct
-        sizes = (self.info.layer_bytes(layer) for layer in range(self.info.num_layers))
-        self._offsets = list(itertools.accumulate(sizes, initial=data_start))
+    def __init__(
+        self, fd: int, path: Path, info: EntryInfo, checksums: Sequence[str], data_start: int, *, direct: bool
+    ) -> None:
+        self.info, self._fd, self._path, self._checksums, self._direct = info, fd, path, checksums, direct
+        self._offsets = list(itertools.accumulate(info.sizes, initial=data_start))
         self._lock = threading.Lock()
         self._readers, self._closed = 0, False
 
@@ -61,10 +62,10 @@ class EntryFile:
             if not 0 < header_bytes <= min(MAX_HEADER_BYTES, found_bytes - LENGTH_BYTES):
                 raise DamagedEntryError(f"{path} has {found_bytes} bytes and says that its header has {header_bytes}")
             try:
-                header = EntryHeader.parse(_read(fd, header_bytes, LENGTH_BYTES, path), digest)
+                info, checksums = parse_header(_read(fd, header_bytes, LENGTH_BYTES, path), digest)
             except ValueError as error:
                 raise DamagedEntryError(f"{path} has a damaged header: {error}") from error
-            file = cls(fd, path, header, LENGTH_BYTES + header_bytes, direct=direct)
+            file = cls(fd, path, info, checksums, LENGTH_BYTES + header_bytes, direct=direct)
             if file.file_bytes != found_bytes:
                 raise DamagedEntryError(f"{path} has {found_bytes} bytes instead of {file.file_bytes}")
             if direct:
@@ -92,23 +93,18 @@ class EntryFile:
             StoreError: the file is closed.
 
         """
-        shape = self.info.encoded_shape(layer)
+        dtype, shape = self.info.shapes[layer]
         if self._direct:
-            return torch.from_numpy(self._read_direct(layer, reuse=False)).view(shape.dtype).view(shape.shape)
-        encoded = torch.empty(shape.shape, dtype=shape.dtype, device="cpu")
+            return torch.from_numpy(self._read_direct(layer, reuse=False)).view(dtype).view(shape)
+        encoded = torch.empty(shape, dtype=dtype, device="cpu")
         self._read_into(layer, [host_bytes(encoded).reshape(-1).data])
         return encoded
 
     def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
-        """Read one layer of a raw entry, in one read, to where it is needed, and check it.
+        """Read one layer of a raw entry, in one read, to where it is needed, and check it; raises as `read_layer` does.
 
         The memory is filled before the check, so it is worth nothing where that fails. With direct reads the bytes are copied
         from aligned memory of this thread's own.
-
-        Raises:
-            DamagedEntryError: the bytes are not the ones that were written.
-            StoreError: the file is closed.
-
         """
         if self._direct:
             np.copyto(to_2HTB, self._read_direct(layer, reuse=True).reshape(to_2HTB.shape))
@@ -124,11 +120,13 @@ class EntryFile:
         self._check(layer, found.hexdigest())
 
     def _read_direct(self, layer: int, *, reuse: bool) -> Bytes:
-        def fill(buffer: memoryview, offset: int, needed: int) -> None:
-            _fill(self._fd, [buffer], offset, self._path, needed)
-
+        """The layer's bytes inside aligned memory; with `reuse` that is this thread's, and its next read overwrites it."""
+        start, end = self._offsets[layer], self._offsets[layer + 1]
+        block_start = start // BLOCK_BYTES * BLOCK_BYTES
+        blocks = aligned_blocks(end - block_start, reuse=reuse)
         with self._reading():
-            encoded = read_blocks(fill, self._offsets[layer], self.info.layer_bytes(layer), reuse=reuse)
+            _fill(self._fd, [blocks.data], block_start, self._path, end - block_start)
+        encoded = blocks[start - block_start : end - block_start]
         self._check(layer, checksum(encoded))
         return encoded
 
@@ -138,11 +136,13 @@ class EntryFile:
 
     def load(self) -> EncodedEntry:
         """Read the complete entry in one read, and check it; raises as `read_layer` does."""
-        entry = EncodedEntry.empty(self.info, self._checksums)
+        entry = EncodedEntry(self.info, self._checksums)
         with self._reading():
             _fill(self._fd, [piece.data for piece in entry.pieces], self._offsets[0], self._path, entry.nbytes)
-        for layer, stored in enumerate(entry.bytes):
-            self._check(layer, checksum(stored))
+        try:
+            entry.check()
+        except ValueError as error:
+            raise DamagedEntryError(f"{self._path}: {error}") from error
         return entry
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class EntryFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    @contextlib.contextmanager
+    @contextmanager
     def _reading(self) -> Iterator[None]:
         # A descriptor that is closed under a reader may be another file's by the time it reads.
         with self._lock:
@@ -249,14 +249,13 @@ def _errors(path: Path) -> Iterator[None]:
 
 
 def _write_file(fd: int, file: NewFile) -> None:
-    """Write header and layers, in full blocks, and truncate the last block's padding."""
+    """Write header and layers past the page cache, in full blocks, and truncate the last block's padding."""
     with suppress(OSError):  # a file system without direct writes has others
         make_direct(fd)
     header = aligned_blocks(len(file.header), reuse=True)
     header[: len(file.header)] = np.frombuffer(file.header, np.uint8)
-    _write(fd, header.data)
-    for piece in file.entry.pieces:
-        _write(fd, piece.data)
+    for part in (header, *file.entry.pieces):
+        _write(fd, part.data)
     if (length := len(file.header) + file.entry.nbytes) % BLOCK_BYTES:
         os.ftruncate(fd, length)
 
@@ -268,3 +267,45 @@ def _write(fd: int, data: memoryview) -> None:
         except OSError as error:
             if error.errno != errno.EINVAL or not leave_direct(fd):
                 raise
+
+
+def make_direct(fd: int) -> None:
+    """Have reads and writes of a descriptor pass the page cache by.
+
+    Raises:
+        OSError: the file system or the system has none such.
+
+    """
+    if hasattr(os, "O_DIRECT"):
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+    elif (no_cache := getattr(fcntl, "F_NOCACHE", None)) is not None:
+        fcntl.fcntl(fd, no_cache, 1)
+    else:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+
+def leave_direct(fd: int) -> bool:
+    """Go through the page cache from now on: after a write that was cut short, or with larger blocks; False if so before.
+
+    With F_NOCACHE there are no blocks to keep to, and nothing to leave.
+    """
+    if not hasattr(os, "O_DIRECT"):
+        return False
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+    return bool(flags & os.O_DIRECT)
+
+
+def check_direct_reads(folder: Path) -> None:
+    """Refuse a folder whose file system has no direct reads.
+
+    Raises:
+        ConfigError: the file system has none.
+
+    """
+    with tempfile.TemporaryFile(dir=folder) as file:
+        try:
+            make_direct(file.fileno())
+        except OSError as error:
+            allowed = f"the file system of {folder} has no direct reads ({error.strerror}); leave it out"
+            raise ConfigError("direct_reads", True, allowed) from error

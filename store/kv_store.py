@@ -17,17 +17,14 @@ from typing import NamedTuple
 from cacheblend.base.errors import RemoteError, StoreError, StoreFullError
 
 from .catalog import CatalogEntry
-from .chunk import ChunkKV
+from .chunk import ChunkKey, ChunkKV
 from .config import StoreConfig
 from .document_table import DocumentTable
 from .entry import EncodedEntry
-from .eviction import Pins
-from .key import ChunkKey
 from .layout import StoreFolder
-from .nvme_tier import NvmeTier
+from .nvme_tier import NvmeTier, VerifyReport
 from .remote import ObjectFormat, RemoteTier
-from .tiers import CACHE_TIERS, CacheTier, KVTier, OpenedEntry, Placement, StoreStats, TierStats, read_entry
-from .verify import VerifyReport, verify
+from .tiers import CACHE_TIERS, CacheTier, KVTier, OpenedEntry, Pins, Placement, StoreStats, TierStats, read_entry
 from .write_queue import DocumentVersion, PendingWrite, WriteQueue
 
 logger = logging.getLogger(__name__)
@@ -72,7 +69,7 @@ class KVStore:
                 self._remote.close()
             raise
         self._tiers: tuple[KVTier, ...] = (*self._caches, self._nvme)
-        self._queue = WriteQueue(config.write_queue_bytes, config.write_group_bytes)
+        self._queue = WriteQueue(config.write_queue_bytes)
         self._counting = threading.Lock()
         self._counts: Counter[str] = Counter()  # hits by tier, misses, failed writes
         self._closed = False
@@ -205,9 +202,9 @@ class KVStore:
             for digest in digests:
                 found = self._open(digest)
                 self._count(_MISSES if found is None else found[1].name)
-                placements.append(None if found is None else Placement(*found))
-                if (placement := placements[-1]) is not None:
+                if (placement := None if found is None else Placement(*found)) is not None:
                     placed.callback(placement.release)
+                placements.append(placement)
             yield placements
         found_ones = [placement for placement in placements if placement is not None]
         if wanted := [placement.key.digest for placement in found_ones if self._is_worth_a_copy(placement)]:
@@ -275,7 +272,7 @@ class KVStore:
             on_progress: called with entries done and entries in all.
         """
         self._check_open()
-        report = verify(self._nvme, repair=repair, on_progress=on_progress)
+        report = self._nvme.verify(repair=repair, on_progress=on_progress)
         if repair:
             self._forget(self._nvme.shrink())
         return report
@@ -394,10 +391,10 @@ class KVStore:
         for tier in self._caches:
             tier.discard(digest)
 
-    def _forget(self, digests: Iterable[str]) -> None:
+    def _forget(self, digests: Sequence[str]) -> None:
         """Let go of what waits to be written, and of copies, made and to be made."""
+        self._queue.discard(digests)
         for digest in digests:
-            self._queue.discard([digest])
             self._uncache(digest)
 
     def _forget_everywhere(self, digests: Iterable[str]) -> None:
@@ -437,7 +434,7 @@ class KVStore:
         """Write an entry that waits, with others; in the queue's thread."""
         try:
             with self._nvme.exclusive():
-                self._write_group(self._queue.group(first))
+                self._write_group(self._queue.group())
         except Exception as error:  # the folder is gone, for example: the others of the group meet it too
             self._give_up(first, error)
 

@@ -32,7 +32,6 @@ STORE_FORMAT = 1
 _KIND = "cacheblend-store"
 _MARKER = "store.json"
 _MARKER_BYTES = 4096
-_UNREADABLE = (ValueError, TypeError, KeyError, RecursionError)
 _MAX_DAMAGED_FILES = 8
 _IGNORED = ("lost+found", f"{_MARKER}.")  # the root of a fresh file system is an empty folder too
 
@@ -60,9 +59,7 @@ class StoreFolder:
             raise StoreDirectoryError(f"{root} is a file, not a store; name a folder")
         try:
             make_folder(root)
-            if not self._marker.exists() or self._is_damaged_marker():
-                self._make()
-            self._check()
+            self._check_marker()
             for folder in (self._entries, self.writing, self.damaged):
                 make_folder(folder)
             if not os.access(root, os.W_OK | os.X_OK):
@@ -101,50 +98,38 @@ class StoreFolder:
         for old in sorted(self.damaged.iterdir(), key=lambda file: file.stat().st_mtime_ns)[:-_MAX_DAMAGED_FILES]:
             old.unlink(missing_ok=True)
 
-    def _make(self) -> None:
-        strangers = sorted(path.name for path in self.root.iterdir() if not path.name.startswith(_IGNORED))
-        if self._is_complete_but_for_marker():
+    def _check_marker(self) -> None:
+        """Refuse a folder of another kind or format; make the marker of a new store, and that of a store which lost it."""
+        is_store = self.catalog.is_file() and self.lock.is_file() and self._entries.is_dir()  # the catalog has its own version
+        kind = version = None
+        has_marker = self._marker.exists()
+        if has_marker:
+            with suppress(ValueError, TypeError, KeyError, RecursionError):
+                marker = json.loads(self._marker.read_bytes()[:_MARKER_BYTES])
+                kind, version = marker["kind"], marker["format"]
+        if kind == _KIND and isinstance(version, int):
+            if version != STORE_FORMAT:
+                raise StoreDirectoryError(
+                    f"{self.root} has format {version}, this version of cacheblend reads {STORE_FORMAT}; "
+                    "use the version that made it, or a new folder (chunks are computed again); where no other version ever "
+                    f"used it, the number is damaged: remove {_MARKER}, which is made again"
+                )
+            return
+        if is_store:
             logger.warning("%s is missing or damaged, and is made again: the rest of the store is there", self._marker)
-        elif strangers and not self._marker.exists():  # another process may just have made it
-            raise StoreDirectoryError(
-                f"{self.root} is not a store: it holds {strangers[0]} and no {self._marker.name}; name an empty or a new folder"
-            )
+        elif has_marker:
+            what = "not a store's marker" if kind is None else f"the marker of {kind!r}"
+            raise StoreDirectoryError(f"{self._marker} is {what}; name another folder")
+        else:
+            strangers = sorted(path.name for path in self.root.iterdir() if not path.name.startswith(_IGNORED))
+            if strangers and not self._marker.exists():  # another process may just have made it
+                raise StoreDirectoryError(
+                    f"{self.root} is not a store: it holds {strangers[0]} and no {_MARKER}; name an empty or a new folder"
+                )
         # Renamed into place: a crash leaves no half-written marker, which would make the folder a stranger.
         with replacing(self._marker) as file:
             file.write(json.dumps({"kind": _KIND, "format": STORE_FORMAT}).encode() + b"\n")
         sync_folder(self.root)
-
-    def _is_complete_but_for_marker(self) -> bool:
-        """Whether the folder has everything of a store except a valid marker; the catalog has a version of its own."""
-        return self.catalog.is_file() and self.lock.is_file() and self._entries.is_dir()
-
-    def _is_damaged_marker(self) -> bool:
-        """Whether no version can have written the marker, in a folder with everything else of a store."""
-        if not self._is_complete_but_for_marker():
-            return False
-        try:
-            kind, version = self._read_marker()
-        except _UNREADABLE:
-            return True
-        return kind != _KIND or not isinstance(version, int)
-
-    def _read_marker(self) -> tuple[object, object]:
-        marker = json.loads(self._marker.read_bytes()[:_MARKER_BYTES])
-        return marker["kind"], marker["format"]
-
-    def _check(self) -> None:
-        try:
-            kind, version = self._read_marker()
-        except _UNREADABLE as error:
-            raise StoreDirectoryError(f"{self._marker} is not a store's marker; name another folder") from error
-        if kind != _KIND:
-            raise StoreDirectoryError(f"{self.root} is not a store but {kind!r}; name another folder")
-        if version != STORE_FORMAT:
-            raise StoreDirectoryError(
-                f"{self.root} has format {version}, this version of cacheblend reads {STORE_FORMAT}; "
-                "use the version that made it, or a new folder (chunks are computed again); where no other version ever used "
-                f"it, the number is damaged: remove {_MARKER}, which is made again"
-            )
 
 
 _DIGITS = 64  # of a digest
@@ -162,11 +147,7 @@ class Journal:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
-        except OSError as error:
-            raise write_error(path, error) from error
+        self._path, self._fd = path, _open(path)
 
     def begin(self, digests: Sequence[str]) -> None:
         """Note the digests. On a full disk the change continues without them, since removals must work then."""
@@ -208,10 +189,7 @@ class WriteLock:
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
-        except OSError as error:
-            raise write_error(path, error) from error
+        self._fd = _open(path)
         self._threads = threading.RLock()
         self.depth = 0
 
@@ -236,6 +214,13 @@ class WriteLock:
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+    except OSError as error:
+        raise write_error(path, error) from error
 
 
 RESERVE_BYTES = 512 * 1024  # room for SQLite's log of a removal or a pin: 4 KiB for each changed page of the catalog

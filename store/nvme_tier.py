@@ -4,24 +4,60 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from cacheblend.base.errors import DamagedEntryError, StoreError, StoreFullError
 
 from .catalog import Catalog, CatalogEntry
-from .direct_io import check_direct_reads
-from .entry import EncodedEntry, EntryHeader
-from .entry_file import EntryFile, NewFile, write_files
-from .eviction import Evictable, Pins, select_victims
+from .entry import EncodedEntry, EntryInfo, pack_header
+from .entry_file import EntryFile, NewFile, check_direct_reads, write_files
 from .layout import Journal, Reserve, StoreFolder, WriteLock
-from .tiers import NVME, read_entry
-from .write_queue import PendingWrite
+from .tiers import NVME, Pins, read_entry
+from .write_queue import DocumentVersion, PendingWrite
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """Findings of `KVStore.verify`; entries by the hex of their keys.
+
+    Args:
+        entries: entries in the catalog.
+        bytes: bytes of their files.
+        damaged: entries whose file is not what was written; repaired by setting them aside.
+        missing: entries without a file; repaired by dropping them.
+        mismatched: entries of which the catalog says something else than their file; repaired by what the file says.
+        orphans: files without an entry; repaired by entering complete ones into the catalog and setting others aside.
+        leftovers: files that a crash left half written; removed.
+        miscounted: whether the catalog's totals and pins do not follow from its entries; repaired by counting anew.
+        repaired: whether all of it was repaired.
+
+    """
+
+    entries: int
+    bytes: int
+    damaged: tuple[str, ...]
+    missing: tuple[str, ...]
+    mismatched: tuple[str, ...]
+    orphans: tuple[str, ...]
+    leftovers: int
+    miscounted: bool
+    repaired: bool
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found."""
+        return not (self.damaged or self.missing or self.mismatched or self.orphans or self.leftovers or self.miscounted)
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain values, for JSON."""
+        return asdict(self) | {"ok": self.ok}
 
 
 class NvmeTier:
@@ -51,7 +87,7 @@ class NvmeTier:
                 opened.callback(self.catalog.close)
             with self.exclusive():
                 self.leftovers(remove=True)
-                if self.held_bytes() > budget_bytes:
+                if self.size()[1] > budget_bytes:
                     self._correct_sizes()
                 self.shrink()
                 self._reserve.refill()
@@ -113,15 +149,6 @@ class NvmeTier:
     def size(self) -> tuple[int, int]:
         return self.catalog.totals()
 
-    def held_bytes(self, namespace: str | None = None) -> int:
-        return self.catalog.totals()[1] if namespace is None else self.catalog.held_bytes(namespace)
-
-    def evictable(self, only: str | None = None, spare: str | None = None) -> Iterator[Evictable[str]]:
-        return self.catalog.evictable(only, spare)
-
-    def begin_evict(self, name: str) -> bool:
-        return self._pins.begin_evict(name)
-
     def open(self, digest: str, *, is_use: bool = True) -> EntryFile | None:
         """Open an entry; a damaged file is set aside and is a miss."""
         if digest not in self:
@@ -143,7 +170,7 @@ class NvmeTier:
         return None if (file := self.open(digest, is_use=is_use)) is None else read_entry(file, self)
 
     def write(self, writes: Sequence[PendingWrite]) -> Sequence[str]:
-        """Store entries of one namespace, all of them, durable on return; returns the digests of the evicted ones.
+        """Store entries, all of them, durable on return; returns the digests of the evicted ones.
 
         A chunk of a document that the store does not know any more, or not in that version, is left out, unless another
         document has it. Of the others those without a namespace are noted as their documents'.
@@ -154,24 +181,26 @@ class NvmeTier:
 
         """
         with self.exclusive():
-            wanted = [write for write in writes if self._has_document(write)]
-            new = {write.digest: write.entry for write in wanted}
-            for digest in [digest for digest in new if digest in self.catalog]:
-                self.catalog.touch(digest)
-                del new[digest]
+            documents = {write.document for write in writes if write.document is not None}
+            known = {document for document in documents if self.catalog.document_version(document[0]) == document[1]}
+            new: dict[str, EncodedEntry] = {}
+            for write in writes:
+                if not self._is_wanted(write, known):
+                    continue
+                if write.digest in self.catalog:
+                    self.catalog.touch(write.digest)
+                else:
+                    new[write.digest] = write.entry
             if not new:
                 return ()
             chunks = [
                 (write.document[0], write.digest)
-                for write in wanted
-                if write.document is not None
-                and not write.entry.info.key.namespace
-                and self.catalog.document_version(write.document[0]) == write.document[1]
+                for write in writes
+                if write.document is not None and write.document in known and not write.entry.info.key.namespace
             ]
-            (namespace,) = {entry.info.key.namespace for entry in new.values()}
-            headers = {digest: EntryHeader.from_entry(entry).pack() for digest, entry in new.items()}
+            headers = {digest: pack_header(entry.info, entry.checksums) for digest, entry in new.items()}
             file_bytes = sum(len(headers[digest]) + entry.nbytes for digest, entry in new.items())
-            with self._evicting(namespace, file_bytes) as victims, self.changing([*new, *victims]):
+            with self._evicting(file_bytes) as victims, self.changing([*new, *victims]):
                 paths = self.folder.new_entry_paths(new)
                 write_files(
                     [
@@ -179,7 +208,10 @@ class NvmeTier:
                         for (digest, entry), path in zip(new.items(), paths, strict=True)
                     ]
                 )
-                rows = [self._row(entry, len(headers[digest])) for digest, entry in new.items()]
+                rows = [
+                    _row(entry.info, len(headers[digest]) + entry.nbytes, self.catalog.now_ns())
+                    for digest, entry in new.items()
+                ]
                 self.catalog.change(add=rows, remove=victims, chunks=chunks)
             return victims
 
@@ -215,7 +247,7 @@ class NvmeTier:
             try:
                 with EntryFile.open(path, path.name) as file:
                     file.load()
-                    self.catalog.change(add=[self.row_of(file, path)])
+                    self.catalog.change(add=[self._row_of(file, path)])
             except DamagedEntryError as damage:
                 if path.name in self.catalog:
                     self._drop_damaged(path.name, damage)
@@ -232,7 +264,7 @@ class NvmeTier:
 
     def shrink(self) -> Sequence[str]:
         """Evict entries until the budget holds, as far as pins allow; returns their digests."""
-        with self.exclusive(), self._evicting(None, 0) as victims:
+        with self.exclusive(), self._evicting(0) as victims:
             if victims:
                 with self.changing(victims):
                     self.on_full_disk_too(lambda: self.catalog.change(remove=victims), victims)
@@ -246,20 +278,60 @@ class NvmeTier:
                 path.unlink()
             return len(leftovers)
 
-    def row_of(self, file: EntryFile, path: Path) -> CatalogEntry:
-        """The row that a file should have, as last used when it was written."""
-        info = file.info
-        if path != self.folder.entry_path(info.key.digest):
-            raise DamagedEntryError(f"{path} is not where its entry belongs")
-        written_ns = min(file.written_ns, time.time_ns())
-        return CatalogEntry(info.key, len(info.token_ids), info.num_layers, file.file_bytes, written_ns, written_ns)
+    def verify(self, *, repair: bool, on_progress: Callable[[int, int], None] | None) -> VerifyReport:
+        """Compare catalog and files, and check every header and every layer; the store may be in use meanwhile.
 
-    def _has_document(self, write: PendingWrite) -> bool:
+        Args:
+            repair: change what is found.
+            on_progress: called with entries done and entries in all.
+        """
+        leftovers = self.leftovers(remove=repair)
+        with self.exclusive():
+            if (miscounted := self.catalog.is_miscounted()) and repair:
+                self.catalog.count_anew()
+        total, _ = self.size()
+        entries = entry_bytes = 0
+        found: dict[str, list[str]] = {"damaged": [], "missing": [], "mismatched": [], "orphans": []}
+        for row in self.catalog.entries():
+            digest = row.key.digest
+            entries, entry_bytes = entries + 1, entry_bytes + row.bytes
+            if (diagnosis := self._diagnose(row)) and digest in self:
+                found[diagnosis].append(digest)
+                if repair and diagnosis == "mismatched":
+                    self.adopt(self.folder.entry_path(digest))
+                elif repair:
+                    self.set_aside(digest, range(row.layers))
+            if on_progress is not None:
+                on_progress(entries, max(entries, total))
+        for path in self.folder.entry_files():
+            with self.exclusive():
+                if path.name not in self.catalog and path.exists():
+                    found["orphans"].append(path.name)
+                    if repair:
+                        self.adopt(path)
+        digests = {kind: tuple(found_ones) for kind, found_ones in found.items()}
+        return VerifyReport(entries, entry_bytes, leftovers=leftovers, miscounted=miscounted, repaired=repair, **digests)
+
+    def _diagnose(self, row: CatalogEntry) -> str | None:
+        path = self.folder.entry_path(row.key.digest)
+        try:
+            with EntryFile.open(path, row.key.digest) as file:
+                for layer in range(file.info.num_layers):
+                    file.read_layer(layer)
+                found = self._row_of(file, path)
+        except DamagedEntryError:
+            return "damaged" if path.exists() else "missing"
+        return None if found[:4] == row[:4] else "mismatched"  # all but the times
+
+    def _row_of(self, file: EntryFile, path: Path) -> CatalogEntry:
+        """The row that a file should have, as last used when it was written."""
+        if path != self.folder.entry_path(file.info.key.digest):
+            raise DamagedEntryError(f"{path} is not where its entry belongs")
+        return _row(file.info, file.file_bytes, min(file.written_ns, time.time_ns()))
+
+    def _is_wanted(self, write: PendingWrite, known: Collection[DocumentVersion]) -> bool:
         """Whether an entry may be stored as far as its document goes; under the lock, without which no document changes."""
-        if write.document is None:
-            return True
-        id_, version = write.document
-        if self.catalog.document_version(id_) == version:
+        if write.document is None or write.document in known:
             return True
         return not write.entry.info.key.namespace and self.catalog.has_document(write.digest)
 
@@ -277,17 +349,23 @@ class NvmeTier:
             logger.warning("the catalog was wrong about the sizes of %d files: they are noted as they are", len(wrong))
             self.catalog.correct_bytes(wrong)
 
-    def _row(self, entry: EncodedEntry, header_bytes: int) -> CatalogEntry:
-        info, now_ns = entry.info, self.catalog.now_ns()
-        return CatalogEntry(info.key, len(info.token_ids), info.num_layers, header_bytes + entry.nbytes, now_ns, now_ns)
-
     @contextmanager
-    def _evicting(self, namespace: str | None, file_bytes: int) -> Iterator[list[str]]:
-        """Select entries to evict so that an entry of `file_bytes` fits; inside, they count as misses and cannot be pinned."""
+    def _evicting(self, file_bytes: int) -> Iterator[list[str]]:
+        """Select the least recently used entries so that files of `file_bytes` fit, or for 0 as far as pins allow.
+
+        Inside, they count as misses and cannot be pinned.
+        """
         victims: list[str] = []
+        excess_bytes = self.size()[1] + file_bytes - self.budget_bytes
         try:
-            fits = select_victims(self, victims, namespace, file_bytes)
-            if not fits and namespace is not None:
+            if excess_bytes > 0 and file_bytes <= self.budget_bytes:
+                for digest, entry_bytes in self.catalog.evictable():
+                    if self._pins.begin_evict(digest):
+                        victims.append(digest)
+                        excess_bytes -= entry_bytes
+                    if excess_bytes <= 0:
+                        break
+            if excess_bytes > 0 and file_bytes:
                 raise StoreFullError(
                     f"an entry of {file_bytes} bytes does not fit nvme_budget_bytes={self.budget_bytes} beside what is pinned; "
                     "raise the budget, split the chunk, or unpin documents"
@@ -334,10 +412,14 @@ class NvmeTier:
         for path in self.folder.entry_files():
             try:
                 with EntryFile.open(path, path.name) as file:
-                    yield self.row_of(file, path)
+                    yield self._row_of(file, path)
                 count += 1
             except DamagedEntryError as damage:
                 logger.warning("a file is set aside in %s: %s", self.folder.damaged, damage)
                 self.folder.set_aside(path)
         if count:
             logger.warning("%s was gone: made again from %d files; no document is known", self.folder.catalog, count)
+
+
+def _row(info: EntryInfo, file_bytes: int, used_ns: int) -> CatalogEntry:
+    return CatalogEntry(info.key, len(info.token_ids), info.num_layers, file_bytes, used_ns, used_ns)

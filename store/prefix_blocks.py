@@ -20,9 +20,8 @@ import torch
 
 from cacheblend.base.errors import ConfigError, StoreError
 
-from .chunk import LayerPair, check_shape
-from .eviction import Evictable, HeldBytes, select_victims
-from .key import length_prefixed
+from .chunk import check_shape, length_prefixed
+from .codecs import LayerPair
 
 if TYPE_CHECKING:
     from cacheblend.base.memory import Bytes
@@ -209,7 +208,6 @@ class _Part:
     """A block's KV in all layers of one window."""
 
     kv_L2HTD: torch.Tensor
-    namespace: str
     users: int = 0
 
 
@@ -243,7 +241,7 @@ class PrefixBlocks:
 
     The layers of one window, and those of full attention, are held and evicted apart: after a prefix a full layer needs all of
     its blocks, a layer with a window those in the window. The least recently used goes first, and of a chain that was used at
-    once its tail goes before its parents; parts in use stay. A namespace with over half of the budget evicts its own first.
+    once its tail goes before its parents; parts in use stay.
 
     Args:
         budget_bytes: of keys and values held at most.
@@ -262,8 +260,7 @@ class PrefixBlocks:
         self._lock = threading.Lock()
         self._parts: dict[_Name, _Part] = {}
         self._idle: OrderedDict[_Name, None] = OrderedDict()  # held and not in use; the first one goes first
-        self.held_bytes = HeldBytes()
-        self._walks: dict[object, Iterator[_Name]] = {}  # over idle parts, of the insert under way
+        self._bytes = self._bytes_in_use = 0
         self._lookups = self._hits = self._evictions = 0
 
     @contextmanager
@@ -293,14 +290,13 @@ class PrefixBlocks:
             with self._lock:
                 self._release(names, digests)
 
-    def insert(self, digests: Sequence[bytes], first: int, read: ReadLayer, namespace: str = "") -> int:
+    def insert(self, digests: Sequence[bytes], first: int, read: ReadLayer) -> int:
         """Hold a prompt's blocks from the `first` on, as far as there is room; those that are held already stay as they are.
 
         Args:
             digests: of the prompt's blocks, from its start.
             first: the blocks before it were found by `match`, and their KV is not at hand.
             read: returns `k_HTD`, rotated, and `v_HTD` of a layer's positions from a start to a stop; they are copied.
-            namespace: whose blocks they are; the chains' extra keys name it too.
 
         Returns:
             How many of the prompt's blocks, from its start, are held now.
@@ -309,9 +305,8 @@ class PrefixBlocks:
         reader = BlockReader(read, len(digests))
         with self._lock:
             done = 0
-            self._walks = {}
             for index, digest in enumerate(digests):
-                if not self._hold(index, digest, reader if index >= first else None, namespace, names):
+                if not self._hold(index, digest, reader if index >= first else None, names):
                     break
                 done = index + 1
             self._release(names, digests)
@@ -320,8 +315,8 @@ class PrefixBlocks:
     def stats(self) -> PrefixStats:
         """Numbers of held parts and bytes, look-ups, hits and evictions."""
         with self._lock:
-            parts, lookups, hits = len(self._parts), self._lookups, self._hits
-            return PrefixStats(parts, self.held_bytes(), self.budget_bytes, lookups, hits, self._evictions)
+            counts = self._lookups, self._hits, self._evictions
+            return PrefixStats(len(self._parts), self._bytes, self.budget_bytes, *counts)
 
     def _longest(self, chains: Sequence[BlockChain], most: int) -> list[bytes]:
         """Hashes of the longest run that all kinds of layers have what they need of."""
@@ -345,14 +340,7 @@ class PrefixBlocks:
         """The blocks of a run that layers of this window need."""
         return digests[len(digests) - blocks_needed(window, len(digests)) :]
 
-    def _hold(
-        self,
-        index: int,
-        digest: bytes,
-        reader: BlockReader | None,
-        namespace: str,
-        names: list[_Name],
-    ) -> bool:
+    def _hold(self, index: int, digest: bytes, reader: BlockReader | None, names: list[_Name]) -> bool:
         """Have a block's parts held and in use, and note their names; False where one is missing and cannot be had."""
         for window, layers in self._layers.items():
             name = (digest, window)
@@ -362,47 +350,32 @@ class PrefixBlocks:
                         return False  # after a missing parent no full layer would be found again
                     continue
                 kv_L2HTD = reader.block(index, layers, tokens_kept(window))
-                if not self._make_room(namespace, kv_L2HTD.nbytes):
+                if not self._make_room(kv_L2HTD.nbytes):
                     return False
-                self._parts[name] = _Part(kv_L2HTD, namespace)
-                self.held_bytes.add(namespace, kv_L2HTD.nbytes)
+                self._parts[name] = _Part(kv_L2HTD)
+                self._bytes += kv_L2HTD.nbytes
             self._take([name])
             names.append(name)
         return True
 
-    def evictable(self, only: str | None = None, spare: str | None = None) -> Iterator[Evictable[_Name]]:
-        """Parts in LRU order, for `insert`, under its lock. One walk serves all blocks: no part becomes idle meanwhile."""
-        if (only, spare) not in self._walks:
-            self._walks[only, spare] = iter(list(self._idle))
-        for name in self._walks[only, spare]:
-            if name in self._idle:
-                part = self._parts[name]
-                if only in (None, part.namespace) and part.namespace != spare:
-                    yield Evictable(name, part.kv_L2HTD.nbytes)
-
-    def begin_evict(self, name: _Name) -> bool:
-        return True
-
-    def _make_room(self, namespace: str, nbytes: int) -> bool:
-        """Drop what must go for a part."""
-        victims: list[_Name] = []
-        if not select_victims(self, victims, namespace, nbytes):
+    def _make_room(self, nbytes: int) -> bool:
+        """Drop the least recently used parts for a new one; False, and nothing dropped, if parts in use leave no room."""
+        if self._bytes_in_use + nbytes > self.budget_bytes:
             return False
-        for name in victims:
-            self._drop(name)
-        self._evictions += len(victims)
+        while self._bytes + nbytes > self.budget_bytes:
+            name, _ = self._idle.popitem(last=False)
+            self._bytes -= self._parts.pop(name).kv_L2HTD.nbytes
+            self._evictions += 1
         return True
-
-    def _drop(self, name: _Name) -> None:
-        del self._idle[name]
-        part = self._parts.pop(name)
-        self.held_bytes.add(part.namespace, -part.kv_L2HTD.nbytes)
 
     def _take(self, names: Sequence[_Name]) -> None:
         """Put parts in use."""
         for name in names:
-            self._parts[name].users += 1
-            self._idle.pop(name, None)
+            part = self._parts[name]
+            if not part.users:
+                self._bytes_in_use += part.kv_L2HTD.nbytes
+                self._idle.pop(name, None)
+            part.users += 1
 
     def _release(self, names: Sequence[_Name], digests: Sequence[bytes]) -> None:
         """Put parts out of use, the last of the chain first, which then is the first to go."""
@@ -411,4 +384,5 @@ class PrefixBlocks:
             part = self._parts[name]
             part.users -= 1
             if not part.users:
+                self._bytes_in_use -= part.kv_L2HTD.nbytes
                 self._idle[name] = None

@@ -28,7 +28,7 @@ from cacheblend.base.errors import ConfigError, DamagedEntryError, MissingExtraE
 from cacheblend.base.extras import needs_extra
 from cacheblend.base.memory import Bytes
 
-from .entry import LENGTH_BYTES, EncodedEntry, EntryHeader
+from .entry import LENGTH_BYTES, EncodedEntry, pack_header, parse_header
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -217,10 +217,10 @@ class ObjectFormat:
 
     def pack(self, entry: EncodedEntry) -> bytes:
         """The bytes of an entry's object; raises `StoreError` if the header is longer than `MAX_HEADER_BYTES`."""
-        header = EntryHeader.from_entry(entry).pack()
+        header = pack_header(entry.info, entry.checksums)
         if len(header) > MAX_HEADER_BYTES:
             raise StoreError(f"a chunk of {len(entry.info.token_ids)} tokens is too long for the remote tier")
-        parts: list[bytes | memoryview] = [header, *entry.parts()]
+        parts: list[bytes | memoryview] = [header, *(stored.reshape(-1).data for stored in entry.bytes)]
         if self._keys is not None:
             parts = [SEAL, self._tag(self._keys[1], self.name(entry.info.key.digest), parts), *parts]
         return b"".join(parts)
@@ -240,11 +240,17 @@ class ObjectFormat:
         if not LENGTH_BYTES < header_bytes <= min(MAX_HEADER_BYTES, len(data)):
             raise DamagedEntryError(f"object {name} of {len(data)} bytes has a header of {header_bytes}")
         try:
-            header = EntryHeader.parse(data[LENGTH_BYTES:header_bytes].tobytes(), digest)
-            info = header.info
+            info, checksums = parse_header(data[LENGTH_BYTES:header_bytes].tobytes(), digest)
             if info.key != info.key_for(info.key.model) or info.model not in (None, info.key.model):
                 raise ValueError("its key is that of other tokens")
-            return EncodedEntry.filled(header, data[header_bytes:])
+            if len(data) - header_bytes != info.nbytes:  # before memory is allocated for them
+                raise ValueError(f"its layers have {len(data) - header_bytes} bytes, not {info.nbytes}")
+            entry = EncodedEntry(info, checksums)
+            layers = np.split(data[header_bytes:], np.cumsum(info.sizes)[:-1])
+            for view, stored in zip(entry.bytes, layers, strict=True):
+                np.copyto(view, stored.reshape(view.shape))
+            entry.check()
+            return entry
         except ValueError as error:  # `InputError`, and text that is not Unicode
             raise DamagedEntryError(f"object {name} is damaged: {error}") from error
 
@@ -262,7 +268,7 @@ class CircuitBreaker:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._failures, self._pause_s, self._open_until = 0, FIRST_PAUSE_S, 0.0
+        self._failures, self._open_until = 0, 0.0
 
     def pause_left_s(self) -> float:
         """Seconds until a call is allowed; 0 for now."""
@@ -271,17 +277,18 @@ class CircuitBreaker:
     def succeed(self) -> None:
         """Note that a call was answered."""
         with self._lock:
-            self._failures, self._pause_s, self._open_until = 0, FIRST_PAUSE_S, 0.0
+            self._failures, self._open_until = 0, 0.0
 
     def fail(self) -> bool:
         """Note that a call was not answered; True if no calls are made from now on for a while."""
         with self._lock:
-            self._failures += 1
-            if self._failures < FAILURES or self.pause_left_s():  # a call from before the pause
+            if self.pause_left_s():  # a call from before the pause
                 return False
-            self._open_until = self._clock() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
-            return True
+            self._failures += 1
+            if self._failures >= FAILURES:
+                pause_s = FIRST_PAUSE_S * 2 ** min(self._failures - FAILURES, 10)
+                self._open_until = self._clock() + min(pause_s, MAX_PAUSE_S)
+            return self._failures >= FAILURES
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,11 +308,10 @@ class RemoteStats:
 
 
 class RemoteTier:
-    """Entries on a server or in an object store. Thread-safe.
+    """Entries on a server or in an object store, which make misses and no errors if it does not answer. Thread-safe.
 
-    A remote that does not answer makes misses and no errors; fetched bytes are checked, and damaged ones are a miss. A thread
-    sends entries and removals; a change that fails `MAX_ATTEMPTS` times or finds no room is dropped and counted. `contains` and
-    `close` wait for `timeout_s`; at most `queue_bytes` of entries wait to be sent.
+    A thread sends entries and removals; a change that fails `MAX_ATTEMPTS` times or finds no room is dropped and counted.
+    `contains` and `close` wait for `timeout_s`; at most `queue_bytes` of entries wait to be sent.
     """
 
     def __init__(
@@ -329,21 +335,18 @@ class RemoteTier:
         `store` is called in a thread with each entry that came, and returns whether the entry is stored now: so do the futures,
         one for each entry that may come.
         """
-        arrivals: list[Future[bool]] = []
         with self._changed:
-            for digest in dict.fromkeys(digests) if self._asks() else ():
-                if digest not in self._arrivals and not self._is_removing(digest):
+            asked = self._askable(digests)
+            for digest in asked:
+                if digest not in self._arrivals:
                     self._arrivals[digest] = self._readers.submit(self._fetch, digest, store)
-                if digest in self._arrivals:
-                    arrivals.append(self._arrivals[digest])
-        return arrivals
+            return [self._arrivals[digest] for digest in asked]
 
     def contains(self, digests: Iterable[str]) -> set[str]:
         """The entries among these that the remote says, within its time-out, that it has."""
         with self._changed:
-            asked = [digest for digest in dict.fromkeys(digests) if self._asks() and not self._is_removing(digest)]
-            ask = {digest: partial(self._backend.contains, self._format.name(digest)) for digest in asked}
-            answers = {self._readers.submit(self._call, self._reads, call): digest for digest, call in ask.items()}
+            calls = {digest: partial(self._backend.contains, self._format.name(digest)) for digest in self._askable(digests)}
+            answers = {self._readers.submit(self._call, self._reads, call): digest for digest, call in calls.items()}
         answered, late = wait(answers, self._timeout_s)
         for answer in late:
             answer.cancel()
@@ -405,11 +408,11 @@ class RemoteTier:
         self._writer.shutdown(wait=False, cancel_futures=True)
         self._backend.close()
 
-    def _asks(self) -> bool:
-        return self._is_fetching and not self._reads.pause_left_s()
-
-    def _is_removing(self, digest: str) -> bool:
-        return digest in self._changes and self._changes[digest] is None
+    def _askable(self, digests: Iterable[str]) -> list[str]:
+        """The entries among these to ask for now: none that is being removed, and none while the remote is silent."""
+        if not self._is_fetching or self._reads.pause_left_s():
+            return []
+        return [digest for digest in dict.fromkeys(digests) if self._changes.get(digest, digest) is not None]
 
     def _count(self, **counts: int) -> None:
         with self._changed:
@@ -466,39 +469,37 @@ class RemoteTier:
 
     def _send_all(self) -> None:
         """Make one change after the other, in their order, until the tier is closed."""
-        attempts = 0
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._changes or not self._is_sending)
-                while self._is_sending and (pause_s := self._writes.pause_left_s()):
-                    self._changed.wait(pause_s)
                 if not self._changes:
                     return
                 digest, entry = next(iter(self._changes.items()))
             try:
-                attempts = 0 if self._make(digest, entry) else attempts + 1
+                is_made = self._try(digest, entry)
             except RuntimeError:  # no call begins any more: the process ends
                 return
             with self._changed:
-                is_replaced = self._changes.get(digest, digest) is not entry  # and has attempts of its own
-                if not is_replaced and (not attempts or attempts >= MAX_ATTEMPTS):
+                if self._changes.get(digest, digest) is entry:  # and no later change in its place
                     del self._changes[digest]
-                    self._counts["dropped_writes"] += bool(attempts)
-                if is_replaced or attempts >= MAX_ATTEMPTS:
-                    attempts = 0
-                self._changed.notify_all()
-                if attempts:
-                    self._changed.wait_for(lambda: not self._is_sending, FIRST_PAUSE_S * attempts)
+                    self._counts["dropped_writes"] += not is_made
+                    self._changed.notify_all()
             del entry
 
-    def _make(self, digest: str, entry: EncodedEntry | None) -> bool:
-        """Make a change; whether it is made."""
+    def _try(self, digest: str, entry: EncodedEntry | None) -> bool:
+        """Make a change in a few attempts; whether it is made. A `RuntimeError` says that the process ends."""
         delete = partial(self._call, self._writes, partial(self._backend.delete, self._format.name(digest)))
-        future: Future[None] = self._writer.submit(delete if entry is None else partial(self.send, entry))
-        try:
-            future.result()
-            return True
-        except Exception as error:  # also too long an entry, no memory, a tier that is closed: the thread goes on
-            level = logging.DEBUG if isinstance(error, RemoteError) else logging.WARNING
-            logger.log(level, "a change was not made in the remote tier: %s: %s", type(error).__name__, error)
-            return False
+        change: Callable[[], None] = delete if entry is None else partial(self.send, entry)
+        for attempt in range(MAX_ATTEMPTS):
+            with self._changed:
+                pause_s = max(self._writes.pause_left_s(), attempt * FIRST_PAUSE_S)
+                if self._changed.wait_for(lambda: not self._is_sending, pause_s):
+                    return False
+            made = self._writer.submit(change)
+            try:
+                made.result()
+                return True
+            except Exception as error:  # also too long an entry, no memory, a tier that is closed: the thread goes on
+                level = logging.DEBUG if isinstance(error, RemoteError) else logging.WARNING
+                logger.log(level, "a change was not made in the remote tier: %s: %s", type(error).__name__, error)
+        return False

@@ -8,7 +8,9 @@ Shapes: H KV heads, T tokens, D head size, B bytes of a head's vector.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,13 +22,77 @@ import torch
 from cacheblend.base.errors import DamagedEntryError, StoreError
 from cacheblend.base.memory import Bytes, host_bytes
 
-from .chunk import EncodedLayer, LayerPair, check_shape
+from .chunk import EncodedLayer, check_shape
+from .codecs import LayerPair
 from .entry import EncodedEntry, EntryInfo
-from .eviction import Pins
-from .ram_tier import RamTier
 
 if TYPE_CHECKING:
     from .remote import RemoteStats
+
+
+class Pins:
+    """Counts of pins by digest, and the digests that are being evicted; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pinned: Counter[str] = Counter()
+        self._evicting: set[str] = set()
+
+    @contextmanager
+    def hold(self, digests: Sequence[str]) -> Iterator[None]:
+        """Spare entries from eviction; look them up after this, since one that is being evicted already still goes."""
+        with self._lock:
+            self._pinned.update(digests)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._pinned -= Counter(digests)
+
+    def is_pinned(self, digest: str) -> bool:
+        """Whether an eviction must spare the entry."""
+        return digest in self._pinned
+
+    def begin_evict(self, digest: str) -> bool:
+        """Mark an entry for eviction; False where it is pinned."""
+        with self._lock:
+            if digest in self._pinned:
+                return False
+            self._evicting.add(digest)
+            return True
+
+    def is_evicting(self, digest: str) -> bool:
+        """Whether the entry counts as gone although its row and file are still there."""
+        return digest in self._evicting
+
+    def end_evict(self, digests: Iterable[str]) -> None:
+        """Unmark entries: their eviction is done, or it failed."""
+        with self._lock:
+            self._evicting.difference_update(digests)
+
+
+class AdmissionFilter:
+    """Second-hit filter: remembers the last names that it was asked about. Thread-safe.
+
+    Args:
+        limit: weight of all that is remembered together; what was asked about longest ago is forgotten first.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._weights: OrderedDict[str, int] = OrderedDict()
+        self._total = 0
+
+    def admits(self, name: str, weight: int = 1) -> bool:
+        """Whether the name was asked about before, and not forgotten since; it is remembered from now on."""
+        with self._lock:
+            before = self._weights.pop(name, None)
+            self._weights[name] = weight
+            self._total += weight - (before or 0)
+            while self._total > self._limit:
+                self._total -= self._weights.popitem(last=False)[1]
+            return before is not None
 
 
 class StoredEntry(Protocol):
@@ -79,10 +145,7 @@ class KVTier(Protocol):
 
 
 class CacheTier(KVTier, Protocol):
-    """A tier of copies; made with its budget and the pins, whose entries it must not evict.
-
-    `eviction.select_victims` chooses its victims, so that no namespace crowds out the others.
-    """
+    """A tier of copies; made with its budget and the pins, whose entries it must not evict."""
 
     def __init__(self, budget_bytes: int, pins: Pins) -> None: ...
 
@@ -97,6 +160,86 @@ class CacheTier(KVTier, Protocol):
 
     def clear(self) -> None:
         """Drop every entry."""
+
+
+class RamTier:
+    """The `CacheTier` in memory: entries by digest, the least recently used dropped first (paper §5.1)."""
+
+    name: ClassVar[str] = "ram"
+    in_memory: ClassVar[bool] = True
+
+    def __init__(self, budget_bytes: int, pins: Pins) -> None:
+        self.budget_bytes, self._pins = budget_bytes, pins
+        self.evictions = 0
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[str, EncodedEntry] = OrderedDict()
+        self._bytes = 0
+        self._recent_reads = AdmissionFilter(budget_bytes)
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._entries
+
+    def size(self) -> tuple[int, int]:
+        return len(self._entries), self._bytes
+
+    def open(self, digest: str) -> EncodedEntry | None:
+        with self._lock:
+            entry = self._entries.get(digest)
+            if entry is not None:
+                self._entries.move_to_end(digest)
+            return entry
+
+    def put(self, entry: EncodedEntry) -> bool:
+        """Hold the entry itself, without a copy."""
+        digest = entry.info.key.digest
+        with self._lock:
+            if digest in self._entries:
+                self._entries.move_to_end(digest)
+                return True
+            excess_bytes, victims = self._bytes + entry.nbytes - self.budget_bytes, list[str]()
+            for old, held in self._entries.items():
+                if excess_bytes <= 0:
+                    break
+                if not self._pins.is_pinned(old):
+                    victims.append(old)
+                    excess_bytes -= held.nbytes
+            if excess_bytes > 0:
+                return False
+            for victim in victims:
+                self._drop(victim)
+            self.evictions += len(victims)
+            self._entries[digest] = entry
+            self._bytes += entry.nbytes
+            return True
+
+    def admits(self, digest: str, entry_bytes: int) -> bool:
+        """Whether there is room, or the entry was read recently.
+
+        Recently means: at most the budget in bytes was read since. So one pass over many entries that rarely come again
+        copies and evicts nothing.
+        """
+        again = self._recent_reads.admits(digest, entry_bytes)
+        return entry_bytes <= self.budget_bytes and (again or self._bytes + entry_bytes <= self.budget_bytes)
+
+    def discard(self, digest: str) -> None:
+        """Remove the entry; a reader still holds its memory."""
+        with self._lock:
+            if digest in self._entries:
+                self._drop(digest)
+
+    def set_aside(self, digest: str, layers: Iterable[int] = ()) -> None:
+        self.discard(digest)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._entries.clear()
+            self._bytes = 0
+
+    def close(self) -> None:
+        """Nothing must be closed."""
+
+    def _drop(self, digest: str) -> None:
+        self._bytes -= self._entries.pop(digest).nbytes
 
 
 CACHE_TIERS: dict[str, type[CacheTier]] = {RamTier.name: RamTier}
@@ -156,7 +299,7 @@ class Placement:
 
     def layer_bytes(self, layer: int) -> int:
         """Stored bytes of one layer."""
-        return self._info.layer_bytes(layer)
+        return self._info.sizes[layer]
 
     def read_layer(self, layer: int) -> LayerPair:
         """Read a layer. A damaged entry is set aside; after the pin was released this raises a `StoreError`."""

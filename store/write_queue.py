@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
+from cacheblend.base.checks import MIB
 from cacheblend.base.errors import StoreError
 
 from .entry import EncodedEntry
 
 logger = logging.getLogger(__name__)
 
-GROUP_ENTRIES = 64
+GROUP_ENTRIES, GROUP_BYTES = 64, 64 * MIB  # of one commit; a larger entry has a commit of its own
 MAX_DISCARDED = 65_536  # digests that are remembered
 _MAX_OFFERS = 16
 DocumentVersion = tuple[str, str]  # a document's id and version
@@ -57,17 +58,15 @@ class WriteQueue:
 
     Args:
         limit_bytes: bytes that may wait before a put blocks.
-        group_bytes: bytes of the entries of one commit; a larger entry has a commit of its own.
     """
 
-    def __init__(self, limit_bytes: int, group_bytes: int) -> None:
-        self._limit_bytes, self._group_bytes = limit_bytes, group_bytes
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
         self._changed = threading.Condition()  # never held while waiting for the disk
         self._writes: dict[str, PendingWrite] = {}
         self._bytes = 0
         self._write: Callable[[PendingWrite], None] | None = None  # held while entries wait
         self._offers: deque[Callable[[], None]] = deque()
-        self._offers_given = self._offers_done = 0
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._generation = self._all_discarded_at = 0
@@ -91,7 +90,7 @@ class WriteQueue:
 
         Args:
             write: the entry.
-            writer: called in the thread with the entry that has waited longest; it ends that one, and others of its group.
+            writer: called in the thread with the entry that has waited longest; it ends a group of entries, or this one.
             since: the `generation` in which the entry was looked up; None for an entry that is new.
 
         Returns:
@@ -117,19 +116,15 @@ class WriteQueue:
         with self._changed:
             self._changed.wait_for(lambda: self._bytes <= self._limit_bytes or len(self._writes) < 2)
 
-    def group(self, write: PendingWrite) -> list[PendingWrite]:
-        """An entry and others of its namespace that wait, for one commit; none if it does not wait any more."""
+    def group(self) -> list[PendingWrite]:
+        """The entries for one commit, those that have waited longest."""
         with self._changed:
-            if self._writes.get(write.digest) is not write:
-                return []
-            group, group_bytes = [write], write.entry.nbytes
-            for other in self._writes.values():
-                if other is write or other.entry.info.key.namespace != write.entry.info.key.namespace:
-                    continue
-                group_bytes += other.entry.nbytes
-                if len(group) == GROUP_ENTRIES or group_bytes > self._group_bytes:
+            group, group_bytes = list[PendingWrite](), 0
+            for write in self._writes.values():
+                group_bytes += write.entry.nbytes
+                if group and (len(group) == GROUP_ENTRIES or group_bytes > GROUP_BYTES):
                     break
-                group.append(other)
+                group.append(write)
             return group
 
     def end(self, digest: str, stored: bool | Exception) -> None:
@@ -170,16 +165,15 @@ class WriteQueue:
         with self._changed:
             if not self._stopping and len(self._offers) < _MAX_OFFERS:
                 self._offers.append(job)
-                self._offers_given += 1
                 self._wake()
 
     def flush(self) -> None:
         """Wait until all entries that wait now are written, or given up, and the jobs offered before are done."""
         with self._changed:
-            writes, offers = list(self._writes.values()), self._offers_given
+            writes, last = list(self._writes.values()), list(self._offers)[-1:]
         wait(write.stored for write in writes)
         with self._changed:
-            self._changed.wait_for(lambda: self._offers_done >= offers)
+            self._changed.wait_for(lambda: all(job not in self._offers for job in last))
 
     def stop(self) -> None:
         """End the thread once nothing waits, without waiting for it."""
@@ -206,14 +200,14 @@ class WriteQueue:
                 if not self._writes and not self._offers:
                     return
                 first, writer = next(iter(self._writes.values()), None), self._write
-                job = self._offers.popleft() if self._offers else None
+                job = self._offers[0] if self._offers else None
             if job is not None:  # before the entry: what it uses counts as used earlier
                 try:
                     job()
                 except Exception as error:  # the thread must go on with the others
                     logger.error("work in the background failed: %s", error)
                 with self._changed:
-                    self._offers_done += 1
+                    self._offers.popleft()
                     self._changed.notify_all()
             if first is not None and writer is not None:
                 try:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from cacheblend.store.entry import EncodedEntry
-from cacheblend.store.eviction import Pins
+from cacheblend.store.tiers import Pins
 
 
 class FakeEmbedder:

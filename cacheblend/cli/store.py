@@ -23,7 +23,7 @@ from .terminal import counted
 
 if TYPE_CHECKING:
     from cacheblend.retriever.catalog import IndexReport
-    from cacheblend.store.verify import VerifyReport
+    from cacheblend.store import VerifyReport
 
 app = typer.Typer(help="List, measure, check and empty stores of chunk KV.", no_args_is_help=True)
 documents = typer.Typer(help="List, show, pin and delete ingested documents.", no_args_is_help=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from cacheblend.base.errors import CacheBlendError
 from cacheblend.base.threads import in_own_thread, lower_priority
 from cacheblend.store import ChunkKey, ChunkKV, DocumentVersion, KVStore
-from cacheblend.store.eviction import AdmissionFilter
+from cacheblend.store.tiers import AdmissionFilter
 
 from .chunk_context import ChunkEncoder
 from .ingest import FETCH_S

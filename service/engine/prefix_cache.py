@@ -54,7 +54,7 @@ class PrefixCache:
         for chain in chains:
             chain.extend(token_ids)
         with self._blocks.match(token_ids[:limit], chains) as run:
-            yield CachedPrefix(self._blocks, namespace, chains, run)
+            yield CachedPrefix(self._blocks, chains, run)
 
     def stats(self) -> PrefixStats:
         """Numbers of held parts and bytes, look-ups, hits and evictions."""
@@ -67,7 +67,6 @@ class CachedPrefix:
 
     Args:
         blocks: where they go.
-        namespace: whose they are.
         chains: of the prompt: the exact one, and for a blended request its own.
         run: what was found; its KV may be read inside `PrefixCache.find`.
         exact_tokens: so many of the prompt's first tokens get exact KV, provided that the run's is; None for all of them, and
@@ -76,7 +75,6 @@ class CachedPrefix:
     """
 
     blocks: PrefixBlocks
-    namespace: str
     chains: Sequence[BlockChain]
     run: PrefixRun | None
     exact_tokens: int | None = None
@@ -108,7 +106,7 @@ class CachedPrefix:
         def read(layer: int, start: int, stop: int) -> LayerPair:
             return layers[layer].k_1HND[0, :, start:stop], layers[layer].v_1HND[0, :, start:stop]
 
-        self.blocks.insert(self._digests, 0 if self.run is None else len(self.run.digests), read, self.namespace)
+        self.blocks.insert(self._digests, 0 if self.run is None else len(self.run.digests), read)
 
     def append(self, token_id: int, read_last: ReadLast) -> None:
         """A token was generated and has its KV now; copy a block into the cache when it is full.
@@ -122,7 +120,7 @@ class CachedPrefix:
         for chain in self.chains:
             chain.extend((token_id,))
         if len(self.chains[0].digests) > full:
-            self.blocks.insert(self._digests, full, lambda layer, start, stop: read_last(layer, stop - start), self.namespace)
+            self.blocks.insert(self._digests, full, lambda layer, start, stop: read_last(layer, stop - start))
 
     def append_from(self, token_id: int, cache: DynamicCache) -> None:
         """`append` for a token whose KV has come last to a Hugging Face cache."""

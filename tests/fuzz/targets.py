@@ -167,7 +167,7 @@ def _forged_header(data: st.DataObject, whole: bytes) -> bytes:
 
 
 def _has_direct_reads(folder: Path) -> bool:
-    from cacheblend.store.direct_io import check_direct_reads
+    from cacheblend.store.entry_file import check_direct_reads
 
     try:
         check_direct_reads(folder)

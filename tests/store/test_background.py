@@ -69,7 +69,7 @@ def test_a_synchronous_put_of_what_waits(open_store) -> None:
 
 
 def test_what_waits_is_written_together(open_store, monkeypatch) -> None:
-    """Entries that wait share a commit, up to a group's size; those of another namespace have one of their own."""
+    """Entries that wait share a commit, 64 at most, whatever their namespaces."""
     commits = []
     change = Catalog.change
 
@@ -78,17 +78,15 @@ def test_what_waits_is_written_together(open_store, monkeypatch) -> None:
         change(catalog, add=add, **options)
 
     monkeypatch.setattr(Catalog, "change", counting)
-    store = open_store(write_group_bytes=4 * RAM_BYTES)
+    store = open_store()
     other = ChunkKey.of(PAIRS[7][1].token_ids, prefix_ids=(1,), model=MODEL, namespace="other")
     with store.exclusive():
-        for key, kv in PAIRS[:3]:
-            store.put(key, kv, flush=False)
         store.put(other, PAIRS[7][1], flush=False)
-        for key, kv in PAIRS[3:7]:
-            store.put(key, kv, flush=False)
+        for seed in range(65):
+            store.put(*make_chunk(seed), flush=False)
     store.flush()
-    assert commits == [4, 1, 3]
-    assert store.stats().nvme.entries == 8
+    assert commits == [64, 2]
+    assert store.stats().nvme.entries == 66
 
 
 def test_what_has_no_room_together_is_written_one_by_one(open_store) -> None:
@@ -205,7 +203,7 @@ def test_a_folder_that_is_gone_fails_every_entry_of_a_group(open_store, monkeypa
     store = open_store()
     with store.exclusive():
         writes = [store.put(*pair, flush=False) for pair in PAIRS[:3]]
-        monkeypatch.setattr(store._queue, "group", lambda _: 1 / 0)
+        monkeypatch.setattr(store._queue, "group", lambda: 1 / 0)
     store.flush()
     assert all(isinstance(write.exception(), ZeroDivisionError) for write in writes)
     assert store.stats().pending_writes == 0

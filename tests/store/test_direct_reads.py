@@ -12,7 +12,7 @@ from chunks import HEADS, TOKENS, file_of, make_chunk, same
 
 from cacheblend.base.memory import host_bytes
 from cacheblend.store import ConfigError, DamagedEntryError, InputError, KVStore, StoreConfig
-from cacheblend.store.direct_io import leave_direct
+from cacheblend.store.entry_file import leave_direct
 
 KEY, KV = make_chunk(1)
 
@@ -115,7 +115,7 @@ def test_a_file_system_without_direct_reads(tmp_path: Path, monkeypatch: pytest.
     def refuse(*_: object) -> None:
         raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr("cacheblend.store.direct_io.make_direct", refuse)
+    monkeypatch.setattr("cacheblend.store.entry_file.make_direct", refuse)
     with pytest.raises(ConfigError, match="direct_reads"):
         KVStore(StoreConfig(directory=tmp_path / "store", direct_reads=True))
 

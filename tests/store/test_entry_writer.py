@@ -14,8 +14,7 @@ from chunks import MODEL
 
 from cacheblend.base.memory import BufferPool
 from cacheblend.store import ChunkKey, ChunkKV, entry_file
-from cacheblend.store.direct_io import BLOCK_BYTES
-from cacheblend.store.entry import EncodedEntry, EntryHeader
+from cacheblend.store.entry import BLOCK_BYTES, EncodedEntry, pack_header
 from cacheblend.store.entry_file import EntryFile, NewFile, write_files
 
 
@@ -29,7 +28,7 @@ def make_entry(tokens: int, layers: int = 2) -> EncodedEntry:
 
 def new_file(folder: Path, entry: EncodedEntry) -> NewFile:
     digest = str(entry.info.key)
-    return NewFile(EntryHeader.from_entry(entry).pack(), entry, folder / f"{digest}.new", folder / digest)
+    return NewFile(pack_header(entry.info, entry.checksums), entry, folder / f"{digest}.new", folder / digest)
 
 
 def is_direct(fd: int) -> bool:

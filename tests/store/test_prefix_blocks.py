@@ -26,7 +26,7 @@ from letters import (
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.memory import host_bytes
 from cacheblend.store import InputError, StoreError
-from cacheblend.store.prefix_blocks import BLOCK_TOKENS, PrefixBlocks
+from cacheblend.store.prefix_blocks import BLOCK_TOKENS
 
 
 @pytest.mark.parametrize(("windows", "seen"), [(FULL, (None, None)), (HYBRID, (32, None, 32, None)), (SHORT, (11, None))])
@@ -171,30 +171,6 @@ def test_views_are_not_kept() -> None:
         assert all(x_HTD.all() for x_HTD in run.read_layer(1))
         with pytest.raises(InputError, match="the memory for it"):
             run.read_layer_into(0, host_bytes(torch.empty(2, HEADS, BLOCK_TOKENS + 1, HEAD_DIM)))
-
-
-def in_namespace(blocks: PrefixBlocks, letters: str, namespace: str) -> int:
-    """Insert a prompt's blocks for a namespace, which its chain is of."""
-    kv_HTD = torch.zeros(HEADS, BLOCK_TOKENS, HEAD_DIM)
-    digests = chain(letters, extra_keys=(namespace.encode(),)).digests
-    return blocks.insert(digests, 0, lambda *_: (kv_HTD, kv_HTD), namespace)
-
-
-def found(blocks: PrefixBlocks, letters: str, namespace: str) -> int:
-    """How many blocks of a namespace's prompt are found."""
-    with blocks.match(tokens_of(letters), [chain(letters, extra_keys=(namespace.encode(),))]) as run:
-        return 0 if run is None else len(run.digests)
-
-
-def test_a_flood_leaves_others_half() -> None:
-    """However many prompts one namespace brings, it evicts its own blocks once it holds half of the budget."""
-    blocks = make(budget_bytes=8 * BLOCK_BYTES)
-    assert in_namespace(blocks, "abcd", "") == 4
-    for letter in "mnopqr":
-        in_namespace(blocks, letter * 3, "flood")
-    assert found(blocks, "abcd", "") == 4
-    assert blocks.stats().bytes <= 8 * BLOCK_BYTES
-    assert found(blocks, "rrr", "flood") == 3
 
 
 @pytest.mark.parametrize("budget_bytes", [0, -1])

@@ -14,8 +14,7 @@ from cacheblend.blend import KVGeometry, Prompt, Segment
 from cacheblend.loader import LayerLoader
 from cacheblend.store import CACHE_TIERS, CacheTier, ChunkKey, ChunkKV, ConfigError, KVStore, StoreConfig, tiers_in_memory
 from cacheblend.store.entry import EncodedEntry
-from cacheblend.store.eviction import Pins
-from cacheblend.store.tiers import read_entry
+from cacheblend.store.tiers import AdmissionFilter, Pins, read_entry
 
 PAIRS = [make_chunk(seed) for seed in range(4)]
 
@@ -152,3 +151,14 @@ def test_a_tier_that_is_not_registered() -> None:
     """A configuration that names an unknown tier is refused with those there are."""
     with pytest.raises(ConfigError, match="cache_budgets='tape'"):
         StoreConfig(directory="store", cache_budgets={"tape": 1})
+
+
+def test_the_admission_filter() -> None:
+    """A name is new at first and known afterwards; what is remembered weighs no more than the limit, the newest stays."""
+    recent = AdmissionFilter(2)
+    assert [recent.admits(name) for name in "aabacab"] == [False, True, False, True, False, True, False]
+    recent = AdmissionFilter(10)
+    assert [recent.admits(*one) for one in (("a", 6), ("b", 4), ("a", 7), ("b", 3), ("a", 7), ("big", 11), ("a", 1))] == [
+        *(False, False, True, False, True),
+        *(False, False),
+    ]
