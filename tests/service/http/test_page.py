@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from api import MODEL, serving
+from api import serving
 from browser import NEEDS_BROWSER, ONCE, ask, fits, open_page
 from engines import QUESTION, OpenEngine
 from waiting import wait_until
@@ -17,7 +16,6 @@ from waiting import wait_until
 from cacheblend.service import Engine
 from cacheblend.service.engine.config import write_examples
 from cacheblend.service.http.app import STATIC
-from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.guard import PAGE_FILES
 from cacheblend.service.http.server import Server
 
@@ -25,13 +23,6 @@ pytestmark = NEEDS_BROWSER
 MARKUP = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>"
 AXE = find_spec("axe_core_python")
 MAX_BYTES = 100_000  # of the first view
-
-
-@pytest.fixture
-def server(engine: Engine) -> Iterator[Server]:
-    engine.ingest([{"id": "markup", "title": MARKUP, "text": MARKUP}])
-    with Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server:
-        yield server
 
 
 def test_ask(page: Any, address: str, engine: Engine) -> None:
@@ -78,8 +69,9 @@ def test_stop(page: Any, address: str, server: Server) -> None:
     assert page.get_by_role("alert").count() == 0
 
 
-def test_text_is_never_markup(page: Any, address: str) -> None:
+def test_text_is_never_markup(page: Any, address: str, engine: Engine) -> None:
     """A document's title and text are shown as they are, whatever they hold."""
+    engine.ingest([{"id": "markup", "title": MARKUP, "text": MARKUP}])
     open_page(page, address)
     ask(page, MARKUP, 2)
     page.keyboard.press("Enter")
