@@ -15,14 +15,11 @@ from waiting import wait_until
 
 from cacheblend.service import Engine
 from cacheblend.service.engine.config import write_examples
-from cacheblend.service.http.app import STATIC
-from cacheblend.service.http.guard import PAGE_FILES
 from cacheblend.service.http.server import Server
 
 pytestmark = NEEDS_BROWSER
 MARKUP = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>"
 AXE = find_spec("axe_core_python")
-MAX_BYTES = 100_000  # of the first view
 
 
 def test_ask(page: Any, address: str, engine: Engine) -> None:
@@ -174,10 +171,6 @@ def test_accessibility(browser: Any, address: str, scheme: str) -> None:
         if rule["impact"] in ("serious", "critical")
     ]
     assert not serious, serious
-
-
-def test_first_view_is_small() -> None:
-    assert sum((STATIC / name).stat().st_size for name in PAGE_FILES.values()) < MAX_BYTES
 
 
 def text_of(engine: Engine, name: str) -> str:
