@@ -6,12 +6,20 @@ from cacheblend.base.errors import IncompatibleKVError, UnsupportedModelError
 
 from .fusor import Fusor
 from .generation import NextToken, SequenceKV
-from .layer_source import KVGeometry, LayerKV, LayerSource, ResidentLayers, check_shape
-from .model_runner import LayerSink, ModelRunner
+from .interfaces import KVGeometry, LayerKV, LayerSink, LayerSource, ModelRunner, ResidentLayers
 from .precompute import ChunkContext
 from .prompt import FusionResult, LayerReport, Prompt, Segment
-from .selection import DEFAULT_RATIO, FusionConfig
-from .selectors import DEFAULT_SELECTOR, SELECTORS, ExplicitPositions, Schedule, SelectionStep, Selector, TopDeviation
+from .selectors import (
+    DEFAULT_RATIO,
+    DEFAULT_SELECTOR,
+    SELECTORS,
+    ExplicitPositions,
+    FusionConfig,
+    Schedule,
+    SelectionStep,
+    Selector,
+    TopDeviation,
+)
 
 __all__ = [
     "DEFAULT_RATIO",
@@ -39,5 +47,4 @@ __all__ = [
     "SequenceKV",
     "TopDeviation",
     "UnsupportedModelError",
-    "check_shape",
 ]

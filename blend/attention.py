@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from .compiled_file import check_error, function, has_feature, load_or_warn
+from .interfaces import CosSin
 
 # Rows of a block: each row pays for the keys up to the block's last row, so scattered rows stand in small blocks and neighbours
 # in large ones. A run of LONG_RUN neighbours or more, such as a missing chunk, has blocks of its own. On the CPU no block
@@ -40,7 +40,7 @@ LONG_GAP = 256
 SKIPPED_PART = 4
 # In 16 bits on a CPU a block's attention is two matrix products, as in transformers' eager path: PyTorch's own kernel has
 # 16-bit instructions only where there is AMX, and takes twice as long elsewhere.
-HALF = ("torch.bfloat16", "torch.float16")
+HALF = (torch.bfloat16, torch.float16)
 # A block's keys end at a multiple of KEYS_MULTIPLE positions, where the prompt is long enough: oneDNN compiles a product for
 # each new shape, which doubles its time, and rows of a new prompt end anywhere.
 KEYS_MULTIPLE = 64
@@ -50,10 +50,8 @@ SOURCE = Path(__file__).with_name("row_attention.c")
 FEATURES = "amx_bf16", "avx512_bf16"  # either of which bfloat16 needs
 HEAD_MULTIPLE, MAX_HEAD_SIZE = 32, 256
 ALL_KEYS = 2**62  # a window longer than any prompt
-if TYPE_CHECKING:  # a command's help does not load torch
-    CosSin = tuple[torch.Tensor, torch.Tensor]
-    Rotate = Callable[[torch.Tensor, CosSin], torch.Tensor]
-    Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+Rotate = Callable[[torch.Tensor, CosSin], torch.Tensor]
+Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +93,6 @@ class Rows:
 
     @property
     def first(self) -> int:
-        """Position of the first row."""
         return int(self.positions_S[0])
 
     @property
@@ -106,15 +103,15 @@ class Rows:
     @property
     def last(self) -> Rows:
         """The last row only."""
-        return Rows(self.positions_S[-1:], self.on_device_S[-1:])
+        return self._part(len(self) - 1, len(self))
 
     def split(self, size: int) -> Iterator[Rows]:
         """Consecutive pieces of at most `size` rows."""
         if len(self) <= size:
-            yield self
+            yield self  # with its cached masks
             return
-        for positions_S, on_device_S in zip(self.positions_S.split(size), self.on_device_S.split(size), strict=True):
-            yield Rows(positions_S, on_device_S)
+        for start in range(0, len(self), size):
+            yield self._part(start, start + size)
 
     def blocks(self) -> Iterator[Rows]:
         """Blocks of about equal size, in order; a remainder is merged into the first block, whose rows see fewest keys."""
@@ -205,10 +202,8 @@ def attend(
         return kernel.attend(q_1QSD, k_1HND, v_1HND, rows.positions_S, scaling=scaling, window=window, softcap=softcap)
     # The G query heads of a KV head stand side by side as rows, X = B x G of a block, so that its keys are read once.
     q_HSGD = q_1QSD[0].unflatten(0, (k_1HND.shape[1], -1)).transpose(1, 2)
-    kv_heads, _, groups, _ = q_HSGD.shape
-    out_1SQD: torch.Tensor = q_HSGD.new_empty(1, len(rows), kv_heads * groups, v_1HND.shape[-1])
-    out_HSGD = out_1SQD[0].unflatten(1, (kv_heads, groups)).transpose(0, 1)
-    by_products = softcap is not None or (q_1QSD.device.type == "cpu" and str(q_1QSD.dtype) in HALF)
+    groups, outputs = q_HSGD.shape[2], list[torch.Tensor]()
+    by_products = softcap is not None or (q_1QSD.device.type == "cpu" and q_1QSD.dtype in HALF)
     for block in rows.masked_blocks(None if by_products else groups, window if windowed else None, q_1QSD.dtype):
         q_HXD = q_HSGD[:, block.rows].flatten(1, 2)
         k_HKD, v_HKD = k_1HND[0, :, block.start : block.stop], v_1HND[0, :, block.start : block.stop]
@@ -219,8 +214,8 @@ def attend(
             out_HXD = torch.nn.functional.scaled_dot_product_attention(
                 q_HXD[None], k_HKD[None], v_HKD[None], attn_mask=bias_11XK, scale=scaling
             )[0]
-        out_HSGD[:, block.rows] = out_HXD.unflatten(1, (-1, groups))
-    return out_1SQD
+        outputs.append(out_HXD.unflatten(1, (-1, groups)))
+    return torch.cat(outputs, dim=1).transpose(0, 1).flatten(1, 2)[None]
 
 
 def _mask(block: Rows, groups: int, start: int, stop: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:

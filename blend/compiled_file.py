@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cacheblend.base.files import make_folder, user_cache_folder
+from cacheblend.base.files import make_folder, replacing, user_cache_folder
 
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
 COMPILE_S = 60.0  # a compiler that runs longer hangs
@@ -124,16 +124,8 @@ def _keep(made: Path, folder: Path, name: str) -> None:
     folder = folder.resolve()
     _check_private(folder)
     content = made.read_bytes()
-    fd, temporary = tempfile.mkstemp(dir=folder)  # only its owner may read and write it
-    try:
-        with open(fd, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(fd)
-        os.replace(temporary, folder / f"{name}-{_digest(content)}.so")
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with replacing(folder / f"{name}-{_digest(content)}.so") as file:
+        file.write(content)
 
 
 def _check_private(path: Path) -> None:

@@ -1,6 +1,6 @@
 /* Attention of the last token of every sequence of a batch, each over its own keys, in one call.
 
-Compiled on the machine that runs it, for one shape: see decode_attention.py. Only GCC's vector extensions are used, which
+Compiled on the machine that runs it, for one shape: see generation.py. Only GCC's vector extensions are used, which
 clang knows too, so that any processor's own vector instructions serve.
 
 Shapes: R sequences, H KV heads, G query heads of a KV head, D head size. */

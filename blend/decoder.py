@@ -21,15 +21,11 @@ import torch
 import transformers
 from torch import nn
 
-from . import packed_linear
 from .attention import Rows
-from .decode_attention import DecodePass, decode_kernel
-from .generation import SequenceKV
-from .layer_passes import IsolatedPass, LayerPass, RowsPass, Run, SharedPrefix, prefix_mask, runs
-from .layer_source import KVGeometry, LayerKV
-from .model_runner import CosSin, ModelRunner
-from .question_pass import QuestionPass
-from .rms_norm import with_fused_norms
+from .cpu_modules import PackedLinear, is_worth_packing, packed, with_fused_norms
+from .generation import DecodePass, SequenceKV, decode_kernel
+from .interfaces import CosSin, KVGeometry, LayerKV, ModelRunner
+from .layer_passes import IsolatedPass, LayerPass, QuestionPass, RowsPass, Run, SharedPrefix, prefix_mask, runs
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
@@ -96,74 +92,62 @@ class Decoder:
         causal_lm = copy.deepcopy(model, shared)
         causal_lm.set_attn_implementation(IMPLEMENTATION)
         base = causal_lm.get_decoder()
-        layers: list[nn.Module] = [_with_modules(layer, mlp=_RowPieces(layer.mlp)) for layer in base.layers]
+        layers: list[Any] = [_with_modules(layer, mlp=_RowPieces(layer.mlp)) for layer in base.layers]
         self._rotary: nn.Module = base.rotary_emb
         self.apply_rotary: Callable[..., CosSin] = vars(sys.modules[type(base).__module__])["apply_rotary_pos_emb"]
         # Without layers and norm, the decoder's own forward is its embedding, multipliers included.
         self._embedding = _with_modules(base, layers=nn.ModuleList(), norm=nn.Identity())
         head = _with_modules(causal_lm, **{causal_lm.base_model_prefix: _GivenHidden(base.norm)})
-        pack = packed_linear.packed if packed_linear.is_worth_packing(model) else _as_it_is
-        self._layers, self._head = [pack(layer) for layer in layers], pack(head)
+        if is_worth_packing(model):
+            layers, head = list(map(packed, layers)), packed(head)
+        self._layers, self._head = layers, head
         # Decoding and chosen rows run fused norms; contiguous rows run the model's own norms, bit for bit.
         self._fused_layers, self._fused_head = [with_fused_norms(layer) for layer in self._layers], with_fused_norms(self._head)
         cache_layers: list[Any] = self.empty_cache().layers
         self.windows: list[int | None] = [layer.sliding_window if layer.is_sliding else None for layer in cache_layers]
-        types = getattr(self.config, "layer_types", None) or []
         self._accepts_layer_type = "layer_type" in inspect.signature(self._rotary.forward).parameters
-        self.layer_types: list[Hashable] = list(types) if self._accepts_layer_type else [None] * len(self._layers)
-        first = next(model.parameters())
-        self.dtype, self.device = model.dtype, first.device
-        attention: Any = self._layers[0].self_attn
+        self.layer_types: list[Hashable] = list(self.config.layer_types) if self._accepts_layer_type else [None] * len(layers)
+        self.dtype, self.device = model.dtype, next(model.parameters()).device
+        attention: Any = layers[0].self_attn
         eager = vars(sys.modules[type(attention).__module__]).get("eager_attention_forward")
         self._own_attention: Any = transformers.AttentionInterface().get(str(model.config._attn_implementation), eager)
-        self.head_dim = int(attention.head_dim)
-        self.kv_heads = int(self.config.num_key_value_heads)
+        kv_heads = int(self.config.num_key_value_heads)
+        self.geometry = KVGeometry(len(layers), kv_heads, int(attention.head_dim), self.dtype, self.device)
         self.vocab_size = int(self.config.vocab_size)
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
         # About the multiply-adds of a row through a layer, without attention scores; experts that a row does not visit count.
-        self.layer_parameters = sum(parameter.numel() for parameter in layers[-1].parameters())
+        self.layer_parameters = sum(parameter.numel() for parameter in base.layers[-1].parameters())
         self._decode_kernel = decode_kernel(self.geometry, int(self.config.num_attention_heads))
 
     def empty_cache(self) -> DynamicCache:
-        """A cache with the model's layer kinds and nothing in it."""
         return transformers.DynamicCache(config=self._reference_config)
 
-    @property
-    def geometry(self) -> KVGeometry:
-        """Shape of one layer's KV."""
-        return KVGeometry(len(self._layers), self.kv_heads, self.head_dim, self.dtype, self.device)
-
     def embed(self, token_ids_S: torch.Tensor) -> torch.Tensor:
-        """Input of layer 0, (1, S, M)."""
         output: torch.Tensor = self._embedding(input_ids=token_ids_S[None], use_cache=False).last_hidden_state
         return output
 
     def logits(self, hidden_1SM: torch.Tensor) -> torch.Tensor:
-        """Float32 logits (V,) of the last row, through the model's final norm, head and soft-capping."""
         output: torch.Tensor = self._head(inputs_embeds=hidden_1SM[:, -1:], use_cache=False).logits
         return output[0, -1].float()
 
     def rotary(self, positions_N: torch.Tensor, hidden_1SM: torch.Tensor) -> dict[Hashable, CosSin]:
-        """Cosine and sine (1, N, rotary size) of the positions, one pair a layer type, from the model's own rotary module."""
         position_ids_1N = positions_N[None]
         if self._accepts_layer_type:
             return {kind: self._rotary(hidden_1SM, position_ids_1N, kind) for kind in set(self.layer_types)}
         return {None: self._rotary(hidden_1SM, position_ids_1N)}
 
     def rotate(self, k_1HSD: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
-        """Keys rotated to their positions, by the model's own function and dtype path."""
         return self.apply_rotary(k_1HSD, k_1HSD[:, :0], *cos_sin)[0]
 
     def project_kv(self, layer: int, hidden_1SM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys before RoPE and values (1, H, S, D) of rows at a layer's input; neither queries nor attention are computed."""
         block: Any = self._layers[layer]
         attention, normed = block.self_attn, block.input_layernorm(hidden_1SM)
         if hasattr(attention, "qkv_proj"):
-            size = self.kv_heads * self.head_dim
+            size = self.geometry.kv_heads * self.geometry.head_dim
             k_1SX, v_1SX = _last_outputs(attention.qkv_proj, normed, 2 * size).split(size, dim=-1)
         else:
             k_1SX, v_1SX = attention.k_proj(normed), attention.v_proj(normed)
-        k_1SHD, v_1SHD = (x.view(*x.shape[:2], self.kv_heads, self.head_dim) for x in (k_1SX, v_1SX))
+        k_1SHD, v_1SHD = (x.unflatten(-1, (-1, self.geometry.head_dim)) for x in (k_1SX, v_1SX))
         if hasattr(attention, "k_norm"):
             k_1SHD = attention.k_norm(k_1SHD)
         return k_1SHD.transpose(1, 2), v_1SHD.transpose(1, 2)
@@ -171,7 +155,6 @@ class Decoder:
     def run_rows(
         self, layer: int, hidden_1SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, layer_kv: LayerKV, *, scatter: bool
     ) -> torch.Tensor:
-        """Run rows of the prompt through one layer; the paper's `prefill_layer` (§6). Returns (1, S, M)."""
         pieces: list[torch.Tensor] = []
         for piece in rows.split(ROWS_AT_ONCE):
             done = sum(part.shape[1] for part in pieces)
@@ -185,36 +168,19 @@ class Decoder:
     def run_question(
         self, layer: int, hidden_1SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, question: QuestionPass
     ) -> torch.Tensor:
-        """Run the question's rows through one layer; `question` records their attention. Returns (1, S, M)."""
         cos_sin_S = (cos_sin_N[0][:, rows.on_device_S], cos_sin_N[1][:, rows.on_device_S])
         return self._run(self._fused_layers[layer], hidden_1SM, rows.on_device_S, cos_sin_S, question)
 
     def run_isolated(
         self, sequences: Sequence[Sequence[int]], shared: SharedPrefix | None = None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Position-free keys and values (1, H, N, D), layer by layer, of sequences that do not see each other.
-
-        Args:
-            sequences: token ids of each; N is the number of tokens of all sequences, which are concatenated. Neighbours of
-                equal length are fastest.
-            shared: prefix that every sequence sees; None for no prefix.
-        """
         together = list(runs([len(ids) for ids in sequences]))
         first = 0 if shared is None else shared.tokens
         positions_N = torch.cat([torch.arange(first, first + len(ids), device=self.device) for ids in sequences])
         hidden_1NM = self.embed(torch.tensor([token for ids in sequences for token in ids], device=self.device))
         rotary = self.rotary(positions_N, hidden_1NM)
         masks = {
-            window: [
-                (
-                    run,
-                    self._mask(window, run, hidden_1NM)
-                    if shared is None
-                    else prefix_mask(run, shared.tokens, window, self.dtype, self.device),
-                )
-                for run in together
-            ]
-            for window in set(self.windows)
+            window: [(run, self._mask(window, run, hidden_1NM, shared)) for run in together] for window in set(self.windows)
         }
         for layer, window in enumerate(self.windows[:-1]):
             cos, sin = rotary[self.layer_types[layer]]
@@ -239,10 +205,11 @@ class Decoder:
         return SharedPrefix(len(prefix_ids), layers)
 
     def reduce(self, heads_sum_N: torch.Tensor) -> torch.Tensor:
-        """Return the sum unchanged: one process holds all heads."""
-        return heads_sum_N
+        return heads_sum_N  # one process holds all heads
 
-    def _mask(self, window: int | None, run: Run, hidden_1NM: torch.Tensor) -> Any:
+    def _mask(self, window: int | None, run: Run, hidden_1NM: torch.Tensor, shared: SharedPrefix | None) -> Any:
+        if shared is not None:
+            return prefix_mask(run, shared.tokens, window, self.dtype, self.device)
         from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
         make = create_causal_mask if window is None else create_sliding_window_causal_mask
@@ -311,15 +278,11 @@ class CacheSink:
 
 def _last_outputs(linear: nn.Module, inputs: torch.Tensor, count: int) -> torch.Tensor:
     """The last `count` outputs of a linear layer; a quantised layer computes the others too."""
-    linear = linear.plain if isinstance(linear, packed_linear.PackedLinear) else linear
+    linear = linear.plain if isinstance(linear, PackedLinear) else linear
     if type(linear) is not nn.Linear:
         outputs: torch.Tensor = linear(inputs)
         return outputs[..., -count:]
     return nn.functional.linear(inputs, linear.weight[-count:], None if linear.bias is None else linear.bias[-count:])
-
-
-def _as_it_is(module: nn.Module) -> nn.Module:
-    return module
 
 
 def _with_modules(module: Any, **replaced: nn.Module) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from cacheblend.base.errors import UnsupportedModelError
-from cacheblend.base.files import user_cache_folder
+from cacheblend.base.files import make_folder, replacing, user_cache_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 # For each, a tiny random model in the tests must have full prefill's logits and KV at ratio 1.0.
 VERIFIED = (
@@ -42,7 +44,6 @@ VERIFIED = (
     "starcoder2",
 )
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_PARTS = ("layers", "norm", "rotary_emb")
 
 
 def check_model(model: PreTrainedModel, *, allow_unverified: bool) -> None:
@@ -55,9 +56,10 @@ def check_model(model: PreTrainedModel, *, allow_unverified: bool) -> None:
     """
     config: Any = model.config.get_text_config(decoder=True)
     family = str(config.model_type)
-    missing = list(_missing_parts(model, config))
-    if missing:
-        raise UnsupportedModelError(f"{family} models cannot be blended: {'; '.join(missing)}")
+    if reason := _hidden_parts(model, config):
+        raise UnsupportedModelError(f"{family} models cannot be blended: {reason}")
+    if reasons := list(_refused_details(model, config)):
+        raise UnsupportedModelError(f"{family} models cannot be blended: {'; '.join(reasons)}")
     if family not in VERIFIED and not allow_unverified:
         raise UnsupportedModelError(
             f"{family} is not among the verified families ({', '.join(VERIFIED)}); pass allow_unverified=True "
@@ -71,26 +73,25 @@ def drops_softcap(model: PreTrainedModel) -> bool:
     return capped is not None and str(model.config._attn_implementation) == "sdpa"
 
 
-def _missing_parts(model: PreTrainedModel, config: Any) -> Iterable[str]:
+def _hidden_parts(model: PreTrainedModel, config: Any) -> str:
+    """The part that a model lacks, and without which no other can be looked at; empty if it lacks none."""
     if config.is_encoder_decoder:
-        yield "it is an encoder-decoder, and only decoders are supported"
-        return
+        return "it is an encoder-decoder, and only decoders are supported"
     if config is not model.config:
-        yield "it is a multimodal wrapper; load its text model alone"
-        return
+        return "it is a multimodal wrapper; load its text model alone"
     states = sorted(_kinds_of_state(model))
     if any("LinearAttention" in kind for kind in states):
-        yield (
+        return (
             f"it has state-space or linear-attention layers ({', '.join(states)} instead of keys and values), whose one state "
             "of all tokens before cannot be put together from chunks"
         )
-        return  # further reasons would hide this one
-    base = model.get_decoder()
-    absent = [part for part in _PARTS if not hasattr(base, part)]
-    if absent:
-        yield f"its decoder has no {', '.join(absent)}"
-        return
-    layer = base.layers[0]
+    absent = [part for part in ("layers", "norm", "rotary_emb") if not hasattr(model.get_decoder(), part)]
+    return f"its decoder has no {', '.join(absent)}" if absent else ""
+
+
+def _refused_details(model: PreTrainedModel, config: Any) -> Iterator[str]:
+    """Each reason to refuse a decoder of layers."""
+    layer = model.get_decoder().layers[0]
     if not hasattr(layer, "input_layernorm") or not hasattr(layer, "self_attn"):
         yield "its layers have no input_layernorm in front of self_attn"
     elif not (hasattr(layer.self_attn, "qkv_proj") or hasattr(layer.self_attn, "k_proj")):
@@ -107,7 +108,7 @@ def _missing_parts(model: PreTrainedModel, config: Any) -> Iterable[str]:
         yield "its soft-capped attention is not what transformers' sdpa computes; load it with attn_implementation='eager'"
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         yield "chunked attention is not supported"
-    for kind in states:
+    for kind in sorted(_kinds_of_state(model)):
         yield f"a layer keeps a {kind} instead of keys and values"
 
 
@@ -125,31 +126,17 @@ def _rope_types(config: Any) -> set[str]:
     return {str(rope.get("rope_type", "default")) for rope in per_type}
 
 
-logger = logging.getLogger(__name__)
-_WEIGHTS = ("*.safetensors", "*.bin")
+def weight_files(directory: Path) -> list[Path]:
+    """The files of a model folder that hold its weights."""
+    return sorted((*directory.glob("*.safetensors"), *directory.glob("*.bin")))
 
 
 def fingerprint_directory(directory: Path, model: nn.Module, dtype: torch.dtype) -> str:
-    """Fingerprint of a model loaded from a directory: its config as it was loaded, `file_digest` of its shards, and `dtype`."""
+    """Fingerprint of a model in a directory: its config as it was loaded, `file_digest` of its weights, and `dtype`."""
     digest = _config_digest(model, dtype)
-    for shard in sorted(path for pattern in _WEIGHTS for path in directory.glob(pattern)):
+    for shard in weight_files(directory):
         digest.update(f"{shard.name}:{file_digest(shard)}\n".encode())
     return digest.hexdigest()
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file, hex.
-
-    The user's cache folder holds it by real path, size and modification time, so that a large file is hashed once.
-    """
-    stat = path.stat()
-    identity = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
-    known = _read_known()
-    if identity not in known:
-        with path.open("rb") as file:
-            known[identity] = hashlib.file_digest(file, "sha256").hexdigest()
-        _write_known(known)
-    return known[identity]
 
 
 def fingerprint_module(model: nn.Module, dtype: torch.dtype) -> str:
@@ -168,24 +155,23 @@ def _config_digest(model: nn.Module, dtype: torch.dtype) -> hashlib._Hash:
     return hashlib.sha256(f"{dtype}\n{json.dumps(stable, sort_keys=True, default=str)}\n".encode())
 
 
-def _known_file() -> Path:
-    return user_cache_folder() / "fingerprints.json"
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, hex.
 
-
-def _read_known() -> dict[str, str]:
-    try:
-        known = json.loads(_known_file().read_text())
-    except (OSError, ValueError):
-        return {}
-    return {str(key): str(value) for key, value in known.items()} if isinstance(known, dict) else {}
-
-
-def _write_known(known: dict[str, str]) -> None:
-    target = _known_file()
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(known))
-        temporary.replace(target)
-    except OSError as error:
-        logger.info("weight digests are not remembered in %s: %s", target, error)
+    The user's cache folder holds it by real path, size and modification time, so that a large file is hashed once.
+    """
+    stat = path.stat()
+    identity = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
+    target, known = user_cache_folder() / "fingerprints.json", dict[str, str]()
+    with suppress(OSError, ValueError, TypeError):
+        known = dict(json.loads(target.read_text()))
+    if identity not in known:
+        with path.open("rb") as file:
+            known[identity] = hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            make_folder(target.parent)
+            with replacing(target) as written:
+                written.write(json.dumps(known).encode())
+        except OSError as error:
+            logger.info("weight digests are not remembered in %s: %s", target, error)
+    return str(known[identity])

@@ -1,4 +1,4 @@
-"""Fidelity of a blended prompt: how far its KV, its first token and its greedy tokens are from full recompute's."""
+"""Fidelity to full prefill: of a blended prompt's KV, first token and greedy tokens; and the check of an unverified family."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cacheblend.base.errors import UnsupportedModelError
+
 from .generation import NextToken, SequenceKV
+from .prompt import Segment
+from .selectors import FusionConfig
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
@@ -32,19 +36,14 @@ class Comparison:
     relative_kv_error: float
 
 
-def compare(full: FusionResult, full_ids: Sequence[int], blended: FusionResult, blended_ids: Sequence[int]) -> Comparison:
-    """Compare two prefills of a prompt, and their first greedy tokens; see `equal_tokens_share` for those."""
-    return Comparison(
-        agreement=equal_tokens_share(full_ids, blended_ids),
-        first_token_kl_nats=first_token_kl_nats(full.logits, blended.logits),
-        relative_kv_error=relative_kv_error(blended.cache, full.cache),
-    )
+def compare_steps(
+    fusor: Fusor, full: FusionResult, blended: FusionResult, tokens: int, greedy: dict[str, Any]
+) -> Generator[None, None, Comparison]:
+    """Compare two prefills of a prompt, and up to `tokens` greedy tokens after each, a token of both a step.
 
-
-def first_tokens(
-    fusor: Fusor, prompts: Sequence[FusionResult], tokens: int, greedy: dict[str, Any]
-) -> Generator[None, None, list[list[int]]]:
-    """Up to `tokens` greedy tokens of each prompt, a token of all prompts a step; the prompts' caches do not change."""
+    Their caches do not change. `greedy` are the options of sampling, for `NextToken`.
+    """
+    prompts = full, blended
     drawn = [NextToken(fusor.model, fused.token_ids, tokens, **greedy) for fused in prompts]
     kv = [SequenceKV(fused, fusor.decoder.windows) for fused in prompts]
     for own, fused in zip(drawn, prompts, strict=True):
@@ -54,7 +53,11 @@ def first_tokens(
         logits_RV = fusor.decoder.decode([drawn[index].token_ids[-1] for index in running], [kv[index] for index in running])
         for index, logits_V in zip(running, logits_RV, strict=True):
             drawn[index].draw(logits_V)
-    return [own.token_ids for own in drawn]
+    return Comparison(
+        agreement=equal_tokens_share(*(own.token_ids for own in drawn)),
+        first_token_kl_nats=first_token_kl_nats(full.logits, blended.logits),
+        relative_kv_error=relative_kv_error(blended.cache, full.cache),
+    )
 
 
 def relative_kv_error(cache: DynamicCache, full: DynamicCache) -> float:
@@ -91,3 +94,36 @@ def equal_tokens_share(full_ids: Sequence[int], blended_ids: Sequence[int]) -> f
     """
     differs = [one != other for one, other in zip(full_ids, blended_ids, strict=False)]
     return (differs.index(True) if True in differs else len(differs)) / len(full_ids)
+
+
+def check_against_model(fusor: Fusor, family: str) -> None:
+    """Blend an unverified family where that is exact, and compare with full prefill.
+
+    That is at ratio 1.0, with a chunk that stands first, and with one after its own prefix.
+
+    Raises:
+        UnsupportedModelError: the results differ by more than rounding, or the model cannot be run layer by layer.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(fusor.runner.vocab_size, (48,), generator=generator).tolist()
+    first, second, last = ids[:16], ids[16:32], ids[32:]
+    try:
+        stored, own, after = fusor.precompute(first), fusor.precompute(second), fusor.precompute(second, first)
+        full = fusor.prefill(ids)
+        exact = (
+            fusor.fuse([Segment(first, stored), Segment(second, own), Segment(last)], FusionConfig(recompute_ratio=1.0)),
+            fusor.fuse([Segment(first, stored), Segment(second), Segment(last)], FusionConfig(recompute_ratio=0.5)),
+        )
+        reused: Any = fusor.fuse([Segment(first), Segment(second, after), Segment(last)], FusionConfig(recompute_ratio=0)).cache
+    except (RuntimeError, AttributeError, TypeError, KeyError, IndexError) as error:
+        raise UnsupportedModelError(f"{family} models do not run layer by layer: {error}") from error
+    off = max(float((fused.logits - full.logits).abs().max()) for fused in exact)
+    own_layers: list[Any] = full.cache.layers
+    for layer, own_layer in zip(reused.layers, own_layers, strict=True):
+        off = max(off, float((layer.keys - own_layer.keys).abs().max() / own_layer.keys.abs().max()))
+    allowed = (1e-4 if fusor.runner.geometry.dtype == torch.float32 else 2e-2) * max(1.0, float(full.logits.abs().max()))
+    if not off <= allowed:
+        raise UnsupportedModelError(
+            f"{family} is not a verified family, and where blending must be exact its logits are off by {off:.3g} "
+            f"(allowed: {allowed:.3g}); it needs support of its own"
+        )

@@ -14,10 +14,9 @@ import torch
 
 from .attention import Rows, row_kernel, upload
 from .decoder import CacheSink
-from .layer_source import LayerKV, LayerSource
-from .model_runner import CosSin, LayerSink, ModelRunner
+from .interfaces import CosSin, LayerKV, LayerSink, LayerSource, ModelRunner
+from .layer_passes import Question, QuestionPass, question_rows
 from .prompt import FusionResult, LayerReport, Prompt
-from .question_pass import Question, QuestionPass, question_rows
 from .selectors import SelectionStep, Selector
 
 if TYPE_CHECKING:
@@ -25,9 +24,6 @@ if TYPE_CHECKING:
 
 # Rows of a check that are projected together: what they need stays near the caches.
 PROJECTED_AT_ONCE = 512
-# Stored keys that are rotated together on the CPU: what the model's own function makes on the way stays in the caches (1,800
-# keys of 4 heads of 64 take 0.7 ms a layer, 1.0 by 256, 1.2 by 1,024, 1.8 at once). On a GPU one launch does all.
-ROTATED_AT_ONCE = 512
 # Positions at which the compiled rotation is compared with the model's.
 COMPARED_KEYS = 16
 
@@ -35,8 +31,8 @@ COMPARED_KEYS = 16
 class Fusion:
     """Runs a prompt through the decoder, each layer on the tokens that the selector keeps.
 
-    A selector that reads the question's attention is given it first: the question's tokens run over the stored KV, through all
-    layers but the last, and score the tokens. The chosen tokens then run through every layer, layer 0 included.
+    If the selector reads the question's attention, the question's tokens first run over the stored KV, through all layers but
+    the last, and score the tokens. The chosen tokens then run through every layer, layer 0 included.
 
     A selector that goes by KV deviation keeps all tokens at layer 0: their stored KV would be exact there as well, but its
     output is needed, so that layer 1's K and V can be projected fresh for all of them. Whatever was projected fresh stays. In
@@ -58,7 +54,7 @@ class Fusion:
         self._runner, self._prompt, self._selector, self._source, self._sink = runner, prompt, selector, source, sink
         self._deviation: tuple[torch.Tensor, torch.Tensor] | None = None  # the positions measured, and theirs on the device
         self._attention_LN = torch.zeros(1, len(prompt))  # what the question attends to from each layer on; 0: not asked
-        self._turns: dict[Hashable, Turn | None] = {}  # see `_compiled_rotation`, by the kind of rotary embedding
+        self._turns: dict[Hashable, Turn] = {}  # by the kind of rotary embedding
         self._read: dict[int, LayerKV] = {}  # layers that the question pass has read, keys rotated, until they are run
 
     def steps(self) -> Generator[LayerReport, None, FusionResult]:
@@ -141,7 +137,7 @@ class Fusion:
         )
 
     def _arrival(self, layer: int) -> tuple[LayerKV, float]:
-        """Wait for a layer's stored KV; returns it, and the seconds that it took."""
+        """Wait for a layer's stored KV; returns it, and the seconds waited."""
         started = time.perf_counter()
         layer_kv = self._source.synchronize(layer)
         return layer_kv, time.perf_counter() - started
@@ -236,7 +232,7 @@ class Fusion:
             done += len(piece)
 
     def _compare(self, layer: int, layer_kv: LayerKV, cos_sin_N: CosSin) -> torch.Tensor:
-        """Put fresh K and V of all rows into the layer; give the candidates' deviation (C,) from what stood there."""
+        """Put fresh K and V of all rows into the layer; returns the candidates' deviation (C,) from what stood there."""
         deviations: list[torch.Tensor] = []
         for at_P, k_1HPD, v_1HPD in self._fresh_kv(layer, cos_sin_N, self._rows, self._hidden_1SM):
             stored_k_1HPD, stored_v_1HPD = (x_1HND.index_select(2, at_P) for x_1HND in (layer_kv.k_1HND, layer_kv.v_1HND))
@@ -253,26 +249,22 @@ class Fusion:
 
     def _rotate(self, layer: int, layer_kv: LayerKV, cos_sin_N: CosSin, runs: list[tuple[int, int]]) -> None:
         """Turn the stored keys of these runs to the positions where they now stand."""
-        turn = self._compiled_rotation(layer, layer_kv.k_1HND, cos_sin_N)
+        turn = self._rotation(layer, layer_kv.k_1HND, cos_sin_N)
         for start, stop in runs:
-            if turn is not None:
-                turn(layer_kv.k_1HND[:, :, start:stop], cos_sin_N[0][:, start:stop], cos_sin_N[1][:, start:stop])
-                continue
-            size = ROTATED_AT_ONCE if layer_kv.k_1HND.device.type == "cpu" else stop - start
-            for first in range(start, stop, size):
-                last = min(first + size, stop)
-                k_1HTD = layer_kv.k_1HND[:, :, first:last]
-                k_1HTD.copy_(self._runner.rotate(k_1HTD, (cos_sin_N[0][:, first:last], cos_sin_N[1][:, first:last])))
+            turn(layer_kv.k_1HND[:, :, start:stop], cos_sin_N[0][:, start:stop], cos_sin_N[1][:, start:stop])
 
-    def _compiled_rotation(self, layer: int, k_1HND: torch.Tensor, cos_sin_N: CosSin) -> Turn | None:
-        """The compiled rotation for the layer's kind of rotary embedding; None for the model's own."""
-        kind, kernel = self._runner.layer_types[layer], row_kernel(k_1HND.dtype, k_1HND.device, k_1HND.shape[-1])
-        if kernel is None:
-            return None
+    def _rotation(self, layer: int, k_1HND: torch.Tensor, cos_sin_N: CosSin) -> Turn:
+        """The compiled rotation for the layer's kind of rotary embedding, else the model's own."""
+        kind = self._runner.layer_types[layer]
         if kind not in self._turns:
+            kernel = row_kernel(k_1HND.dtype, k_1HND.device, k_1HND.shape[-1])
             few = cos_sin_N[0][:, -COMPARED_KEYS:], cos_sin_N[1][:, -COMPARED_KEYS:]
-            self._turns[kind] = kernel.rotation_of(self._runner.rotate, few, k_1HND)
+            compiled = None if kernel is None else kernel.rotation_of(self._runner.rotate, few, k_1HND)
+            self._turns[kind] = compiled or self._own_rotation
         return self._turns[kind]
+
+    def _own_rotation(self, k_1HTD: torch.Tensor, cos_1TX: torch.Tensor, sin_1TX: torch.Tensor) -> None:
+        k_1HTD.copy_(self._runner.rotate(k_1HTD, (cos_1TX, sin_1TX)))
 
 
 class FusionSteps:
@@ -327,11 +319,9 @@ def _no_deviation_at_layer_0() -> torch.Tensor:
 def kv_deviation(
     fresh_k_1HCD: torch.Tensor, fresh_v_1HCD: torch.Tensor, stored_k_1HCD: torch.Tensor, stored_v_1HCD: torch.Tensor
 ) -> torch.Tensor:
-    """Squared difference of keys plus squared difference of values, a token: float32 (C,).
+    """Squared difference of keys plus squared difference of values, a token, summed over H and D: float32 (C,).
 
-    Keys are compared rotated to the same positions. A rotation keeps distances, so this is the distance before it, times the
-    square of the rope's attention scaling where there is one (yarn) and only on the rotated part if it is a part: the
-    difference that attention sees. Summed over KV heads H and head size D in float32.
+    Keys are compared rotated to equal positions, with the rope's attention scaling (yarn): the difference that attention sees.
     """
     k_C = (fresh_k_1HCD.float() - stored_k_1HCD.float()).square().sum(dim=(0, 1, 3))
     return k_C + (fresh_v_1HCD.float() - stored_v_1HCD.float()).square().sum(dim=(0, 1, 3))

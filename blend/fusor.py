@@ -1,7 +1,6 @@
 """The fusor: blends chunks' stored KV into a prompt's, layer by layer (paper §4, §5.1).
 
-Shapes: H KV heads, N tokens of the prompt, S rows that a layer runs, C candidates, T tokens of a chunk, D head size, M hidden
-size.
+Shapes: H KV heads, N tokens of the prompt, T tokens of a chunk, L layers, D head size.
 """
 
 from __future__ import annotations
@@ -19,16 +18,15 @@ from cacheblend.store import ChunkKV, PrefixRun, context_digest
 from .attention import row_kernel
 from .decoder import Decoder
 from .families import VERIFIED, check_model, fingerprint_module
+from .fidelity import check_against_model
 from .fusion import Fusion, FusionSteps
 from .generation import OnToken, continue_from
+from .interfaces import LayerKV, LayerSink, LayerSource, ModelRunner, ResidentLayers
 from .layer_passes import SharedPrefix
-from .layer_source import LayerKV, LayerSource, ResidentLayers
 from .loading import DTypeOption, load_model, load_tokenizer
-from .model_runner import LayerSink, ModelRunner
 from .precompute import ChunkContext, passes, readings, run_pass
 from .prompt import FusionResult, Prompt, Segment
-from .selection import FusionConfig
-from .self_check import check_against_model
+from .selectors import FusionConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,7 +42,7 @@ class Fusor:
     Args:
         model: a Hugging Face causal LM of a verified family, put into evaluation mode, and otherwise left as it is.
         tokenizer: its tokenizer, for those who want text; the fusor itself works on token ids.
-        fingerprint: what names the model in the store's keys; computed from the weights where not given.
+        fingerprint: names the model in the store's keys; computed from the weights where not given.
         allow_unverified: accept a model of another family if ratio 1.0 has the model's own logits on it.
 
     Raises:
@@ -96,13 +94,9 @@ class Fusor:
 
     @property
     def decoder(self) -> Decoder:
-        """The runner over the Hugging Face model.
-
-        Raises:
-            UnsupportedModelError: the fusor was made from another engine's runner.
-        """
-        if not isinstance(self.runner, Decoder):
-            raise UnsupportedModelError("this fusor blends over another engine's model, which prefills and decodes itself")
+        """The runner over the Hugging Face model; raises as `model` does."""
+        assert self.model is not None
+        assert isinstance(self.runner, Decoder)
         return self.runner
 
     @classmethod
@@ -142,7 +136,8 @@ class Fusor:
             PromptTooLongError: prefix and chunk are longer than the model's positions.
 
         """
-        return _apart(next(self.precompute_documents([([token_ids], [0])], prefix_ids)))
+        (kv,) = self.precompute_document([token_ids], prefix_ids)
+        return kv
 
     def precompute_document(
         self,
@@ -151,16 +146,13 @@ class Fusor:
         which: Collection[int] | None = None,
         context: ChunkContext = NO_CONTEXT,
     ) -> Iterator[ChunkKV]:
-        """The KV of a document's chunks, each computed after the prefix and its context.
+        """The KV of a document's chunks, each computed after the prefix and its context; raises as `precompute` does.
 
         Args:
             chunks: token ids of the document's chunks, in its order.
             prefix_ids: see `precompute`.
             which: indexes of the chunks to compute; None for all.
-            context: what stands between the prefix and each chunk; nothing by default.
-
-        Raises:
-            InputError, PromptTooLongError: see `precompute`.
+            context: text between the prefix and each chunk; none by default.
 
         """
         wanted = range(len(chunks)) if which is None else which
@@ -176,19 +168,16 @@ class Fusor:
         """`precompute_document` for many, with chunks of several documents in one pass through the model.
 
         Documents in one pass do not see each other, nor are they padded; what they share is matrix products, whose results
-        differ by float rounding with the number of rows. The KV of prefix and filler, the same for all, is computed once.
+        differ by float rounding with the number of rows. The KV of prefix and filler is computed once.
 
         Args:
-            documents: token ids of a document's chunks, and indexes of the chunks to compute; taken as they are needed.
+            documents: token ids of a document's chunks, and indexes of the chunks to compute; read as they are needed.
             prefix_ids: see `precompute`.
             context: see `precompute_document`.
 
         Returns:
-            The chunks' KV, document by document, in ascending order of index. Its tensors are views of what the pass gave, and
-            each keeps all of that in memory: to be stored, not collected.
-
-        Raises:
-            InputError, PromptTooLongError: see `precompute`.
+            The chunks' KV, document by document, in ascending order of index. Its tensors are views of the pass's, and each
+            holds all of them in memory: to be stored, not collected.
 
         """
         prefix = tuple(prefix_ids)
@@ -241,16 +230,11 @@ class Fusor:
     ) -> FusionSteps:
         """`fuse`, one layer a step: a server puts decode steps between layers, and stops a cancelled request by closing it.
 
-        Args:
-            segments: see `fuse`.
-            config: see `fuse`.
-            source: see `fuse`.
-            sink: receives each finished layer. The result then has neither cache nor logits.
-
+        A `sink` receives each finished layer. The result then has neither cache nor logits.
         """
         prompt = Prompt.of(segments)
         self._check_tokens(prompt.token_ids)
-        prompt.check_kv(model=self.fingerprint, dtype=self.runner.geometry.dtype)
+        prompt.check_kv(self.fingerprint, self.runner.geometry)
         selector = (config or FusionConfig()).resolve_selector()
         return FusionSteps(Fusion(self.runner, prompt, selector, source or ResidentLayers(), sink).steps())
 
@@ -258,7 +242,7 @@ class Fusor:
         """Compute the KV of a prompt's first tokens, one layer a step.
 
         Args:
-            token_ids: what the prompt begins with.
+            token_ids: the first tokens.
             device: where the KV is to lie; None for the model's.
 
         Returns:
@@ -275,7 +259,7 @@ class Fusor:
         """Full prefill by the model's own forward: the reference that blending is held against.
 
         Raises:
-            PromptTooLongError: more tokens than the model has positions.
+            InputError: no tokens, or more than the model has positions (`PromptTooLongError`).
 
         """
         token_ids = [int(token) for token in token_ids]
@@ -297,8 +281,9 @@ class Fusor:
 
         Args:
             fused: a fused or prefilled prompt.
-            max_new_tokens: at most so many tokens, at least 1.
-            on_token: called with (token, cache) after each token's KV is appended (the last token's is not).
+            max_new_tokens: maximum number of tokens, at least 1.
+            on_token: called with (token, cache) after each token's KV is appended (the last token's is not). It must not modify
+                the cache.
             kwargs: further arguments of `generate` for one sequence: `do_sample`, `temperature`, `streamer`, ...
 
         Raises:
@@ -318,10 +303,9 @@ class Fusor:
                 "retrieve fewer or shorter chunks"
             )
         vocabulary = self.runner.vocab_size
-        if min(token_ids) < 0 or max(token_ids) >= vocabulary:
-            wrong = next(token for token in token_ids if not 0 <= token < vocabulary)
+        if wrong := [token for token in (min(token_ids), max(token_ids)) if not 0 <= token < vocabulary]:
             raise InputError(
-                f"token id {wrong} is not one of the model's {vocabulary}; tokenise with the model's own tokenizer"
+                f"token id {wrong[0]} is not one of the model's {vocabulary}; tokenise with the model's own tokenizer"
             )
 
 

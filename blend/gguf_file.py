@@ -8,7 +8,6 @@ a quantised file, the dtype that such a model may run in.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
@@ -24,6 +23,7 @@ import transformers
 from tokenizers import pre_tokenizers
 
 from cacheblend.base.errors import InputError, StoreError, UnsupportedModelError
+from cacheblend.base.extras import needs_extra
 from cacheblend.base.files import sync_folder, user_cache_folder
 from cacheblend.store.layout import WriteLock
 
@@ -33,9 +33,7 @@ logger = logging.getLogger(__name__)
 
 # llama.cpp's names of the verified families that transformers reads from GGUF; each goes there and back in the tests.
 ARCHITECTURES = ("gemma2", "gemma3", "llama", "phi3", "qwen2", "qwen3")
-# A folder of another format is converted anew.
-FORMAT = 1
-ORIGIN = "origin.json"
+ORIGIN = "origin.json"  # written last
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
 # Vocabularies whose text is split into single digits first, which transformers leaves out.
 _DIGITS_APART = ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder")
@@ -69,38 +67,28 @@ def has_tokenizer_files(folder: Path) -> bool:
     return any(file.is_file() for pattern in _TOKENIZER for file in folder.glob(pattern))
 
 
-def models_folder() -> Path:
-    """Folder of the converted models."""
-    return user_cache_folder() / "models"
-
-
 def converted_folder(name: str, gguf_sha256: str) -> Path:
-    """Folder of a GGUF file's conversion; it may not exist yet."""
-    return models_folder() / f"{name[:80]}-{gguf_sha256[:16]}"
+    """Folder of a GGUF file's conversion in the user's cache; it may not exist yet."""
+    return user_cache_folder() / "models" / f"{name[:80]}-{gguf_sha256[:16]}"
 
 
 def is_converted(folder: Path) -> bool:
-    """Whether a folder holds a finished conversion of today's format."""
-    try:
-        origin = json.loads((folder / ORIGIN).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(origin, dict) and origin.get("format") == FORMAT
+    """Whether a folder holds a finished conversion."""
+    return (folder / ORIGIN).is_file()
 
 
 def convert_gguf(path: Path) -> Path:
     """The model folder of a GGUF file, converted now unless that was done before.
 
     Raises:
-        InputError: no such file, not a GGUF file, damaged, or without a tokenizer; the cache folder cannot be written; a
-            package is missing.
+        InputError: no such file, not a GGUF file, damaged, or without a tokenizer; or the cache folder cannot be written.
+        MissingExtraError: a package is missing.
         UnsupportedModelError: see `read_header`.
     """
     if not path.is_file():
         raise InputError(f"there is no file {str(path)!r}; give a GGUF file, a model directory, a hub id or a known name")
     digest = file_digest(path)
-    same = models_folder().glob(converted_folder("*", digest).name)  # the file may have been converted under another name
-    folder = next(filter(is_converted, same), converted_folder(path.stem, digest))
+    folder = converted_folder(path.stem, digest)
     if not is_converted(folder):
         stage = {"stage": "converting the model"}
         logger.warning("converting %s once into %s, in a minute or so", path, folder, extra=stage)
@@ -132,7 +120,7 @@ def new_folder(target: Path) -> Iterator[Path | None]:
                 partial.mkdir()
                 yield partial
                 _sync_files(partial)
-                shutil.rmtree(target, ignore_errors=True)  # of an older format
+                shutil.rmtree(target, ignore_errors=True)
                 partial.rename(target)
                 sync_folder(target.parent)
             finally:
@@ -153,13 +141,14 @@ def _sync_files(folder: Path) -> None:
 def convert_into(folder: Path, path: Path, origin: Mapping[str, object]) -> None:
     """Write a GGUF file's model and tokenizer into a folder that transformers loads, with `origin` beside them.
 
+    The tokenizer is the one whose files lie beside the GGUF file, else the one in it.
+
     Raises:
-        InputError, UnsupportedModelError: see `read_header`; or the file lacks weights.
+        InputError, UnsupportedModelError: see `read_header`; or the file lacks weights or a tokenizer.
     """
     header = read_header(path)
-    beside = has_tokenizer_files(path.parent)
-    if not header.has_tokenizer and not beside:
-        raise InputError(_no_tokenizer(path))
+    if not header.has_tokenizer and not has_tokenizer_files(path.parent):
+        raise InputError(f"{path} holds no tokenizer; put the model's tokenizer.json and tokenizer_config.json beside it")
     source: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
     try:
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -179,63 +168,24 @@ def convert_into(folder: Path, path: Path, origin: Mapping[str, object]) -> None
     model.save_pretrained(str(folder))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps({**config, "dtype": header.dtype}, indent=2), encoding="utf-8")
-    if header.has_tokenizer:
-        try:
-            _tokenizer(path, header, source).save_pretrained(str(folder))
-        except InputError:
-            if not beside:
-                raise
-    (folder / ORIGIN).write_text(json.dumps({"format": FORMAT, **origin}, indent=2), encoding="utf-8")
-
-
-def load_gguf_tokenizer(path: Path) -> Any:
-    """The tokenizer whose files lie beside a GGUF file, else the one that was in it.
-
-    Raises:
-        InputError: neither is there, or the one beside it is of another model.
-    """
-    folder = convert_gguf(path)
-    if not has_tokenizer_files(path.parent):
-        if not has_tokenizer_files(folder):  # it was converted beside tokenizer files that are gone
-            raise InputError(_no_tokenizer(path))
-        return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    try:
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(str(path.parent), trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise InputError(f"the tokenizer beside {path} cannot be read: {error}; mend or remove its files") from error
-    if tokenizer.vocab_size > config["vocab_size"]:  # without added tokens, of which a text model may lack some
-        raise InputError(
-            f"the tokenizer beside {path} has {tokenizer.vocab_size:,} tokens and the model {config['vocab_size']:,}: it is of "
-            "another model; remove its files, or put this model's there"
-        )
-    return tokenizer
-
-
-def check_packages() -> None:
-    """Refuse an installation that cannot read GGUF.
-
-    Raises:
-        InputError: a package is missing.
-    """
-    missing = [package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None]
-    if missing:
-        raise InputError(f"a GGUF file needs the package {' and '.join(missing)}: pip install 'cacheblend[gguf]'")
+    _tokenizer(path, header, source, model.config.vocab_size).save_pretrained(str(folder))
+    (folder / ORIGIN).write_text(json.dumps(origin, indent=2), encoding="utf-8")
 
 
 def read_header(path: Path) -> GGUFHeader:
     """Read a GGUF file's header, and check that the model in it can be blended.
 
     Raises:
-        InputError: not a GGUF file, a damaged one, or a part of one; a package is missing.
+        InputError: not a GGUF file, a damaged one, or a part of one.
+        MissingExtraError: a package is missing.
         UnsupportedModelError: an architecture outside `ARCHITECTURES`, or a detail that transformers does not read from GGUF.
     """
-    check_packages()
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise InputError(f"{path} is not a GGUF file: it does not begin with GGUF; give a GGUF file or a model directory")
+    reader_class = _bounded_reader()
     try:
-        reader = _bounded_reader(path)
+        reader = reader_class(path)
         # Long fields are vocabularies, which take seconds to read and are not needed.
         fields = {name: field.contents() for name, field in reader.fields.items() if len(field.data) <= 16}
         tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -260,8 +210,9 @@ def read_header(path: Path) -> GGUFHeader:
     )
 
 
-def _bounded_reader(path: Path) -> Any:
-    """GGUFReader's view of a file, where a count beyond its end is an error: the reader itself would fill memory."""
+def _bounded_reader() -> Any:
+    """A GGUFReader to which a count beyond the file's end is an error: the reader itself would fill memory."""
+    check_packages()
     from gguf import GGUFReader
 
     class BoundedReader(GGUFReader):
@@ -270,7 +221,18 @@ def _bounded_reader(path: Path) -> Any:
                 raise ValueError("it promises more than it has")
             return found
 
-    return BoundedReader(path)
+    return BoundedReader
+
+
+def check_packages() -> None:
+    """Refuse an installation that cannot read GGUF.
+
+    Raises:
+        MissingExtraError: a package is missing.
+    """
+    with needs_extra("gguf"):
+        import accelerate  # noqa: F401
+        import gguf  # noqa: F401
 
 
 def _unread(architecture: str, fields: Mapping[str, Any], tensors: Set[str]) -> Iterator[str]:
@@ -292,6 +254,8 @@ def _unread(architecture: str, fields: Mapping[str, Any], tensors: Set[str]) -> 
 
 def _scale_rope(path: Path, config: Any, factors: Sequence[float]) -> None:
     """Put the rope scaling of Llama 3 into a config: a GGUF file has its effect on each frequency, not its parameters."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     rope = {
         **config.rope_parameters,
         "rope_type": "llama3",
@@ -302,27 +266,28 @@ def _scale_rope(path: Path, config: Any, factors: Sequence[float]) -> None:
     }
     plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, 2 * len(factors), 2) / (2 * len(factors)))
     config.rope_parameters = rope
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     scaled = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0]
     if scaled.shape != plain.shape or not torch.allclose(plain / torch.tensor(factors), scaled, rtol=1e-4):
         raise UnsupportedModelError(f"{path}: its rope is scaled, and not as Llama 3's is; {_FOLDER_ONLY}")
 
 
-def _tokenizer(path: Path, header: GGUFHeader, source: Mapping[str, Any]) -> Any:
+def _tokenizer(path: Path, header: GGUFHeader, source: Mapping[str, Any], vocab_size: int) -> Any:
+    beside = has_tokenizer_files(path.parent)
     try:
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(str(path.parent), **source)
+        where = {"trust_remote_code": False} if beside else source
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(str(path.parent), **where)
     except Exception as error:  # whatever a vocabulary of another kind runs into
         raise InputError(
-            f"the tokenizer in {path} cannot be read ({error}); put the model's tokenizer.json and "
+            f"the tokenizer {'beside' if beside else 'in'} {path} cannot be read ({error}); put the model's tokenizer.json and "
             "tokenizer_config.json beside it"
         ) from error
-    if header.pre_tokenizer in _DIGITS_APART:
+    if tokenizer.vocab_size > vocab_size:  # without added tokens, of which a text model may lack some
+        raise InputError(
+            f"the tokenizer of {path} has {tokenizer.vocab_size:,} tokens and the model {vocab_size:,}: "
+            "it is of another model; remove its files, or put this model's there"
+        )
+    if not beside and header.pre_tokenizer in _DIGITS_APART:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
     return tokenizer
-
-
-def _no_tokenizer(path: Path) -> str:
-    return f"{path} holds no tokenizer; put the model's tokenizer.json and tokenizer_config.json beside it"

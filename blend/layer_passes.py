@@ -1,28 +1,37 @@
-"""Passes of rows through a layer: a blend's rows, and isolated sequences.
+"""Passes of rows through a layer: a blend's rows, isolated sequences, and the question's rows.
 
 Isolated encoding is a packed batch: sequences that do not see each other, without padding. Everything but attention works token
 by token; attention is called once for every run of sequences of equal length. The KV of a prefix that all sequences follow is
 computed once, and each sequence attends to it.
 
+The question's pass scores tokens for recomputation, before the blend. A stored token's error reaches the answer through
+attention, so every token's weight in the attention of the prompt's last token is summed over heads and layers. ProphetKV and
+QCFuse sum the weights of all question tokens; the last token's gave a lower KL to full prefill (docs/what-did-not-work.md).
+
 Shapes: B sequences of a run, T tokens of each, N tokens of all or of the prompt, P tokens of a shared prefix, H KV heads,
-G query heads of a KV head, Q = H x G query heads, S rows of the pass, K keys, D head size.
+G query heads of a KV head, Q = H x G query heads, S rows of the pass, X = S x G, K keys whose KV is known, D head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from .attention import Rows, attend
+from .attention import Block, Rows, attend, attention_weights, row_kernel, upload
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from .layer_source import LayerKV
+    from .interfaces import LayerKV
+    from .prompt import Prompt
+
+# Only the last MAX_QUESTION_TOKENS question tokens run the question pass; each costs as much as a recomputed token.
+MAX_QUESTION_TOKENS = 64
+MAX_START_TOKENS = 256
 
 
 class LayerPass(Protocol):
@@ -47,7 +56,6 @@ class RowsPass:
         self._layer_kv, self._rows, self._window, self._scatter = layer_kv, rows, window, scatter
 
     def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scatter the rows' keys and values; return the layer's."""
         if self._scatter:
             self._layer_kv.put(self._rows.on_device_S, k_1HSD, v_1HSD)
         return self._layer_kv.k_1HND, self._layer_kv.v_1HND
@@ -55,7 +63,6 @@ class RowsPass:
     def attend(
         self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
     ) -> torch.Tensor:
-        """Blocked attention of the rows against the layer."""
         return attend(q, k, v, self._rows, scaling=kw["scaling"], window=self._window, softcap=kw.get("softcap"))
 
 
@@ -74,8 +81,7 @@ class Run:
 
     def part(self, x_1HND: torch.Tensor) -> torch.Tensor:
         """The run's queries, keys or values, (B, H, T, D); a view."""
-        kv_heads, _, head_dim = x_1HND.shape[1:]
-        return x_1HND[0, :, self.rows].view(kv_heads, self.sequences, self.tokens, head_dim).transpose(0, 1)
+        return x_1HND[0, :, self.rows].unflatten(1, (self.sequences, self.tokens)).transpose(0, 1)
 
 
 def runs(lengths: Sequence[int]) -> Iterator[Run]:
@@ -99,11 +105,15 @@ def prefix_mask(run: Run, prefix_tokens: int, window: int | None, dtype: torch.d
     """Additive mask (1, 1, T, P + T) of a run's rows: the prefix and a row's own past, within the window."""
     key_K = torch.arange(prefix_tokens + run.tokens, device=device)
     row_T1 = torch.arange(prefix_tokens, prefix_tokens + run.tokens, device=device)[:, None]
-    hidden_TK = key_K > row_T1
-    if window is not None:
-        hidden_TK |= key_K <= row_T1 - window
+    hidden_TK = _hidden(key_K, row_T1, window)
     mask_TK = torch.zeros(hidden_TK.shape, dtype=dtype, device=device)
     return mask_TK.masked_fill_(hidden_TK, torch.finfo(dtype).min)[None, None]
+
+
+def _hidden(key_K: torch.Tensor, row_S1: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Mask (S, K) of the keys that a row does not see, from the positions of both."""
+    hidden_SK = key_K > row_S1
+    return hidden_SK if window is None else hidden_SK | (key_K <= row_S1 - window)
 
 
 class IsolatedPass:
@@ -119,6 +129,9 @@ class IsolatedPass:
         prefix: the layer's keys and values of a shared prefix; None for no prefix.
     """
 
+    k_1HND: torch.Tensor
+    v_1HND: torch.Tensor
+
     def __init__(
         self,
         rotate: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
@@ -127,10 +140,8 @@ class IsolatedPass:
         prefix: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         self._rotate, self._attention, self._masks, self._prefix = rotate, attention, masks, prefix
-        self.k_1HND, self.v_1HND = torch.empty(0), torch.empty(0)
 
     def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-        """Record the position-free keys and the values."""
         self.k_1HND, self.v_1HND = k_1HSD, v_1HSD
         return k_1HSD, v_1HSD
 
@@ -149,3 +160,108 @@ class IsolatedPass:
                 )
             outputs.append(self._attention(module, q_run, k_run, v_run, run_mask, **kw)[0].flatten(0, 1))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
+
+
+def question_rows(prompt: Prompt) -> torch.Tensor:
+    """Sorted positions (S,) of the question pass: the question's tokens after the last reusable one, at least the last token.
+
+    Fresh tokens at the prompt's start run too: the attention sink (first token) must be among the rows, or the weights are
+    meaningless. Exact tokens need not run: the choice is equal whether or not a prefix of the prompt was cached.
+    """
+    reusable = prompt.reusable_N.nonzero()[:, 0]
+    first = int(reusable[-1]) + 1 if len(reusable) else 0
+    question = torch.arange(min(max(first, len(prompt) - MAX_QUESTION_TOKENS), len(prompt) - 1), len(prompt))
+    before = min(int(reusable[0]) if len(reusable) else 0, int(question[0]), MAX_START_TOKENS)
+    return torch.cat([prompt.fresh_N[:before].nonzero()[:, 0], question])
+
+
+class Question:
+    """The rows of the question's pass through all layers, and their attention masks, made once for each kind of layer.
+
+    Args:
+        rows: the positions from `question_rows`.
+        unread_N: boolean (N,), true where no KV is known yet: cache misses. The rows' own KV is known.
+        device: device of the keys.
+    """
+
+    def __init__(self, rows: Rows, unread_N: torch.Tensor, device: torch.device) -> None:
+        readable_N = ~unread_N
+        readable_N[rows.positions_S] = True
+        self.rows = rows
+        self._key_K = readable_N.nonzero()[:, 0]
+        self.readable_K = None if bool(readable_N.all()) else upload(self._key_K, device)
+        self.among_readable_S = torch.searchsorted(self._key_K, rows.positions_S)
+        self._blocks: dict[object, list[Block]] = {}
+
+    def blocks(self, window: int | None, dtype: torch.dtype) -> list[Block]:
+        """The rows at the prompt's start, which see few keys, and the question's.
+
+        Args:
+            window: the layer's sliding window; None for none.
+            dtype: dtype of the scores.
+        """
+        kind = window, dtype
+        if kind not in self._blocks:
+            positions_S, among_S = self.rows.positions_S, self.among_readable_S.tolist()
+            gaps = (positions_S.diff() > 1).nonzero()[:, 0] + 1
+            self._blocks[kind] = blocks = []
+            for first, stop in pairwise([0, *gaps.tolist(), len(positions_S)]):
+                seen = among_S[stop - 1] + 1
+                hidden_from = among_S[first] + 1 if window is None else 0
+                hidden_BT = _hidden(self._key_K[hidden_from:seen], positions_S[first:stop, None], window)
+                bias_BT = torch.zeros(hidden_BT.shape, dtype=dtype).masked_fill_(hidden_BT, -torch.inf)
+                bias_BGT = upload(bias_BT, self.rows.on_device_S.device)[:, None]
+                blocks.append(Block(slice(first, stop), 0, seen, bias_BGT, hidden_from))
+        return self._blocks[kind]
+
+
+class QuestionPass:
+    """The question's rows through one layer over stored KV.
+
+    Args:
+        layer_kv: the layer's KV, keys rotated; the question's own KV is put into it.
+        question: the rows and their masks.
+        window: the layer's sliding window; None for none.
+
+    Attributes:
+        attention_N: float32 (N,), the weights of the last row, in the mean over heads.
+    """
+
+    def __init__(self, layer_kv: LayerKV, question: Question, window: int | None) -> None:
+        self._layer_kv, self._question, self._window = layer_kv, question, window
+        self.attention_N = torch.zeros(layer_kv.k_1HND.shape[2], device=layer_kv.k_1HND.device)
+
+    def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put the rows' keys and values into the layer; return the layer's known KV."""
+        self._layer_kv.put(self._question.rows.on_device_S, k_1HSD, v_1HSD)
+        k_1HND, v_1HND, readable_K = self._layer_kv.k_1HND, self._layer_kv.v_1HND, self._question.readable_K
+        if readable_K is None:
+            return k_1HND, v_1HND
+        return k_1HND.index_select(2, readable_K), v_1HND.index_select(2, readable_K)
+
+    def attend(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
+    ) -> torch.Tensor:
+        """Attention output (1, S, Q, D); sets `attention_N`."""
+        kernel, scaling, softcap = row_kernel(q.dtype, q.device, q.shape[-1]), kw["scaling"], kw.get("softcap")
+        if kernel is not None and (self._window is None or self._question.readable_K is None):
+            weights_QK = torch.zeros(q.shape[1], k.shape[2])
+            at_S = self._question.among_readable_S
+            out = kernel.attend(q, k, v, at_S, scaling=scaling, window=self._window, softcap=softcap, weights_QN=weights_QK)
+            self._add(weights_QK.mean(0))
+            return out
+        heads, groups = k.shape[1], q.shape[1] // k.shape[1]
+        q_HSGD = q[0].unflatten(0, (heads, groups)).transpose(1, 2)
+        outputs = []
+        for block in self._question.blocks(self._window, q.dtype):
+            q_HXD, k_HKD, v_HKD = q_HSGD[:, block.rows].flatten(1, 2), k[0, :, : block.stop], v[0, :, : block.stop]
+            weights_HXK = attention_weights(q_HXD, k_HKD, block, scaling, softcap)
+            outputs.append(torch.matmul(weights_HXK, v_HKD).unflatten(1, (-1, groups)))
+        self._add(weights_HXK[:, -groups:].float().mean((0, 1)))  # of the last row; the last block sees all keys
+        return torch.cat(outputs, dim=1).transpose(0, 1).flatten(1, 2)[None]
+
+    def _add(self, attention_K: torch.Tensor) -> None:
+        if self._question.readable_K is None:
+            self.attention_N += attention_K
+        else:
+            self.attention_N.index_add_(0, self._question.readable_K, attention_K)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import time
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,64 +10,43 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
-from torch.nn.functional import linear
 
 from cacheblend.base.errors import InputError, UnsupportedModelError
 
-from .families import drops_softcap, fingerprint_directory, fingerprint_module
-from .gguf_file import convert_gguf, has_tokenizer_files, is_gguf, load_gguf_tokenizer
-from .layer_source import KVGeometry
-from .models import KNOWN_MODELS, NEAR, fetched_folder, find_model
+from .compiled_file import has_feature
+from .families import drops_softcap, fingerprint_directory, fingerprint_module, weight_files
+from .gguf_file import convert_gguf, has_tokenizer_files, is_gguf
+from .interfaces import KVGeometry
+from .models import KNOWN_MODELS, NEAR, find_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DTypeOption = torch.dtype | Literal["auto", "float32", "bfloat16", "float16"]
-_HALF = (torch.bfloat16, torch.float16)
-_SIZE = 512  # of the measured matrices: a few milliseconds, and long enough to tell hardware from emulation
-_REPEATS = 5
-# With hardware for it the CPU takes a quarter to a half of float32's time, without it as long or far longer.
-_FAST = 0.8
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Instruction sets of CPUs, by the system's names: without one of them 16 bits are as slow as float32, or far slower.
+FAST = {torch.bfloat16: ("amx_bf16", "avx512_bf16", "bf16"), torch.float16: ("amx_fp16", "avx512_fp16")}
+NO_CODE = {"trust_remote_code": False}  # left out, transformers asks at a terminal, and runs it where one says yes
 
 
 def choose_dtype(checkpoint: torch.dtype | None, device: str | torch.device) -> torch.dtype:
     """The dtype that "auto" stands for: the checkpoint's own, if it has 16 bits and the device computes it fast, else float32.
 
     So a float32 checkpoint stays float32 everywhere, and one 16-bit dtype never becomes the other, which would lose precision
-    or range. What a GPU computes fast is known; what a CPU does is measured, once a process, for the dtype that is asked about.
+    or range.
 
     Args:
         checkpoint: the dtype that its config names; None where it names none, which counts as float32.
         device: where the model will run.
 
     """
-    if checkpoint in _HALF and computes_fast(checkpoint, torch.device(device)):
-        return checkpoint
-    return torch.float32
-
-
-def computes_fast(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether matrix products in a 16-bit dtype are faster than in float32 on this device."""
-    if device.type == "cuda":
-        return dtype is torch.float16 or torch.cuda.is_bf16_supported(including_emulation=False)
-    return device.type == "cpu" and relative_time(dtype) < _FAST
-
-
-@functools.cache
-def relative_time(dtype: torch.dtype) -> float:
-    """The CPU's time for a linear layer in `dtype`, over that in float32; measured in turns, and the fastest of each counts."""
-    best_s = dict.fromkeys((torch.float32, dtype), float("inf"))
-    operands = {each: torch.ones(_SIZE, _SIZE, dtype=each) for each in best_s}
-    for repeat in range(_REPEATS + 1):
-        for each, square in operands.items():
-            start = time.perf_counter()
-            linear(square, square)
-            if repeat:  # the first one warms up
-                best_s[each] = min(best_s[each], time.perf_counter() - start)
-    return best_s[dtype] / best_s[torch.float32]
-
-
-NO_CODE = {"trust_remote_code": False}  # left out, transformers asks at a terminal, and runs it where one says yes
+    if checkpoint not in FAST:
+        return torch.float32
+    kind = torch.device(device).type
+    is_fast = kind == "cpu" and any(map(has_feature, FAST[checkpoint]))
+    if kind == "cuda":
+        is_fast = checkpoint is torch.float16 or torch.cuda.is_bf16_supported(including_emulation=False)
+    return checkpoint if is_fast else torch.float32
 
 
 def locate_model(path_or_hub_id: str) -> str:
@@ -88,8 +65,10 @@ def locate_model(path_or_hub_id: str) -> str:
         return str(convert_gguf(Path(name)))
     if (Path(name) / "config.json").is_file():
         return name
-    if name in KNOWN_MODELS:
-        return str(fetched_folder(KNOWN_MODELS[name]))
+    if known := KNOWN_MODELS.get(name):
+        if not known.is_fetched:
+            raise InputError(f"the model {name!r} is not on this machine; fetch it with `cacheblend model get {name}`")
+        return str(known.folder)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         files = sorted(Path(name).glob("*.gguf")) if Path(name).is_dir() else []
         remedy = f"name the GGUF file itself, such as {files[0]}" if files else "give a directory, a GGUF file or a hub id"
@@ -140,13 +119,12 @@ def load_model(
         model.to(device)
     model.eval()
     model.requires_grad_(False)
-    if Path(name).is_dir():
-        directory = Path(name) / kwargs.get("subfolder", "")
-    else:
-        where = {option: kwargs[option] for option in ("revision", "cache_dir") if option in kwargs}
-        directory = Path(snapshot_download(name, local_files_only=True, **where)) / kwargs.get("subfolder", "")
-    if any(directory.glob("*.safetensors")) or any(directory.glob("*.bin")):
-        return model, fingerprint_directory(directory, model, dtype)
+    folder = Path(name)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(name, local_files_only=True, **_options(kwargs, "revision", "cache_dir")))
+    folder /= kwargs.get("subfolder", "")
+    if weight_files(folder):
+        return model, fingerprint_directory(folder, model, dtype)
     return model, fingerprint_module(model, dtype)
 
 
@@ -154,16 +132,14 @@ def load_tokenizer(path_or_hub_id: str, **kwargs: Any) -> Any:
     """The model's tokenizer, or None where the directory has none: transformers would make an empty one for some families.
 
     Raises:
-        InputError, UnsupportedModelError: see `locate_model`; or a GGUF file that has none, see `load_gguf_tokenizer`.
+        InputError, UnsupportedModelError: see `locate_model`.
 
     """
-    if is_gguf(str(path_or_hub_id)):
-        return load_gguf_tokenizer(Path(path_or_hub_id))
     name = locate_model(path_or_hub_id)
     if Path(name).is_dir() and not has_tokenizer_files(Path(name)):
         return None
     try:
-        return transformers.AutoTokenizer.from_pretrained(name, **_where(kwargs), **NO_CODE)
+        return transformers.AutoTokenizer.from_pretrained(name, **_options(kwargs), **NO_CODE)
     except (OSError, ValueError, KeyError, ImportError):
         return None
 
@@ -189,19 +165,14 @@ def _resolve_dtype(dtype: DTypeOption, name: str, device: str | torch.device, kw
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":
-        return choose_dtype(_checkpoint_dtype(name, kwargs), device)
-    named: torch.dtype | None = {str(each).removeprefix("torch."): each for each in (torch.float32, *_HALF)}.get(dtype)
-    if named is None:
-        raise InputError(f"dtype {dtype!r} is not one of auto, float32, bfloat16, float16, or a torch.dtype")
-    return named
+        config: Any = kwargs.get("config") or transformers.AutoConfig.from_pretrained(name, **_options(kwargs), **NO_CODE)
+        named = config.get_text_config(decoder=True).dtype or config.dtype
+        return choose_dtype(named if isinstance(named, torch.dtype) else DTYPES.get(str(named)), device)
+    if dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}, or a torch.dtype")
+    return DTYPES[dtype]
 
 
-def _checkpoint_dtype(name: str, kwargs: dict[str, Any]) -> torch.dtype | None:
-    """The dtype that a model's config names, if it names one."""
-    config: Any = kwargs.get("config") or transformers.AutoConfig.from_pretrained(name, **_where(kwargs), **NO_CODE)
-    named = config.get_text_config(decoder=True).dtype or config.dtype
-    return named if isinstance(named, torch.dtype) else getattr(torch, str(named), None)
-
-
-def _where(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {option: kwargs[option] for option in ("revision", "cache_dir", "subfolder") if option in kwargs}
+def _options(kwargs: dict[str, Any], *names: str) -> dict[str, Any]:
+    """The options of transformers that say where a model's files are."""
+    return {name: kwargs[name] for name in names or ("revision", "cache_dir", "subfolder") if name in kwargs}

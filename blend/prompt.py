@@ -1,6 +1,6 @@
 """A prompt: segments of token ids, some with stored KV; and the blended prompt, with its KV cache and first logits.
 
-Shapes: H KV heads, T tokens of a segment, N tokens of the prompt, L layers, D head size, V vocabulary.
+Shapes: H KV heads, N tokens of the prompt, L layers, C room for keys, D head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from transformers import DynamicCache
 
     from cacheblend.store import KVHandle
+
+    from .interfaces import KVGeometry
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +65,6 @@ class Prompt:
 
     segments: tuple[Segment, ...]
     token_ids: tuple[int, ...]
-    starts: tuple[int, ...]
     exact_tokens: int
     reusable_N: torch.Tensor = field(repr=False)
     fresh_N: torch.Tensor = field(repr=False)
@@ -80,24 +81,20 @@ class Prompt:
         non_empty = tuple(segment for segment in segments if segment.token_ids)
         if not non_empty:
             raise InputError("the prompt is empty: give at least one segment with tokens")
-        starts, token_ids, exact_tokens = [], list[int](), 0
-        kinds: list[torch.Tensor] = []
+        token_ids, exact_tokens = list[int](), 0
         for segment in non_empty:
-            starts.append(len(token_ids))
-            if segment.exact:
-                if exact_tokens != len(token_ids):
-                    raise InputError("exact segments must be an unbroken run at the start of the prompt")
-                exact_tokens += len(segment.token_ids)
+            if segment.exact and exact_tokens != len(token_ids):
+                raise InputError("exact segments must be an unbroken run at the start of the prompt")
             token_ids += segment.token_ids
-            reusable = segment.kv is not None and not segment.exact
-            kinds.append(torch.full((len(segment.token_ids),), reusable))
+            exact_tokens += len(segment.token_ids) if segment.exact else 0
         if exact_tokens == len(token_ids):
             raise InputError("every segment is exact, so no token is left to compute logits from; leave the last one fresh")
-        reusable_N = torch.cat(kinds)
-        fresh_N = ~reusable_N
-        fresh_N[:exact_tokens] = False
-        offset_N = torch.cat([torch.arange(len(segment.token_ids)) for segment in non_empty])
-        return cls(non_empty, tuple(token_ids), tuple(starts), exact_tokens, reusable_N, fresh_N, offset_N)
+        lengths = torch.tensor([len(segment.token_ids) for segment in non_empty])
+        fresh_N = torch.tensor([segment.kv is None for segment in non_empty]).repeat_interleave(lengths)
+        reusable_N = ~fresh_N
+        reusable_N[:exact_tokens] = False
+        offset_N = torch.arange(len(token_ids)) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+        return cls(non_empty, tuple(token_ids), exact_tokens, reusable_N, fresh_N, offset_N)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -109,11 +106,13 @@ class Prompt:
 
     def cached(self, *, exact_only: bool = False) -> list[tuple[int, int, KVHandle]]:
         """(start, stop, kv) of every segment whose KV is read, in order."""
-        return [
-            (start, start + len(segment.token_ids), segment.kv)
-            for start, segment in zip(self.starts, self.segments, strict=True)
-            if segment.kv is not None and (segment.exact or not exact_only)
-        ]
+        found, start = [], 0
+        for segment in self.segments:
+            stop = start + len(segment.token_ids)
+            if segment.kv is not None and (segment.exact or not exact_only):
+                found.append((start, stop, segment.kv))
+            start = stop
+        return found
 
     def runs_to_rotate(self, *, exact_only: bool = False) -> list[tuple[int, int]]:
         """(start, stop) of positions whose stored keys are not rotated yet, adjoining segments joined."""
@@ -122,22 +121,26 @@ class Prompt:
             if kv.rotated:
                 continue
             if runs and runs[-1][1] == start:
-                runs[-1] = (runs[-1][0], stop)
-            else:
-                runs.append((start, stop))
+                start, _ = runs.pop()
+            runs.append((start, stop))
         return runs
 
-    def check_kv(self, *, model: str, dtype: torch.dtype) -> None:
-        """Refuse KV that is not this model's.
+    def check_kv(self, model: str, geometry: KVGeometry) -> None:
+        """Refuse KV that is not this model's: loading copies bytes.
 
         Raises:
-            IncompatibleKVError: KV of another model, dtype or prefix.
+            IncompatibleKVError: KV of another model, shape, dtype or prefix.
 
         """
-        chunk_prefix: tuple[int, ...] | None = None
+        needed = geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.dtype
+        prefixes: set[tuple[int, ...]] = set()
         for start, _, kv in self.cached():
-            if kv.dtype != dtype:
-                raise IncompatibleKVError(f"a segment's KV is {kv.dtype} and the model {dtype}; precompute it with this model")
+            shapes = {(kv.num_layers, *kv.heads(layer), kv.dtype) for layer in range(kv.num_layers)}
+            if shapes != {needed}:
+                raise IncompatibleKVError(
+                    f"the KV at position {start} has (layers, heads, head size, dtype) {sorted(shapes, key=str)} and the model "
+                    f"{needed}; precompute it with this model"
+                )
             if kv.model is None:
                 continue
             if kv.model != model:
@@ -145,18 +148,17 @@ class Prompt:
                     f"a segment's KV is of model {kv.model[:12]} and this model is {model[:12]}; precompute it with this model"
                 )
             prefix = tuple(kv.prefix_ids)
-            if start < self.exact_tokens:
-                if prefix != self.token_ids[:start]:
-                    raise IncompatibleKVError(
-                        f"the exact segment at position {start} was not computed after the tokens that stand before it"
-                    )
-            elif chunk_prefix is None:
-                chunk_prefix = prefix
-            elif chunk_prefix != prefix:
+            if start >= self.exact_tokens:
+                prefixes.add(prefix)
+            elif prefix != self.token_ids[:start]:
                 raise IncompatibleKVError(
-                    f"chunks computed after different prefixes ({len(chunk_prefix)} and {len(prefix)} tokens) stand in one "
-                    "prompt; precompute all chunks after one prefix"
+                    f"the exact segment at position {start} was not computed after the tokens that stand before it"
                 )
+        if len(prefixes) > 1:
+            raise IncompatibleKVError(
+                f"chunks computed after different prefixes ({' and '.join(map(str, sorted(map(len, prefixes))))} tokens) stand "
+                "in one prompt; precompute all chunks after one prefix"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,7 +181,7 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusionResult:
-    """A prompt's KV cache and the logits after it. N tokens, L layers, V vocabulary.
+    """A prompt's KV cache and the logits after it.
 
     Args:
         logits: float32 (V,), for the token after the prompt.

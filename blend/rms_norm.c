@@ -1,6 +1,6 @@
 /* RMS norm of rows, in one pass and with the roundings of the models' own modules.
 
-Compiled on the machine that runs it, for one dtype: see rms_norm.py. */
+Compiled on the machine that runs it, for one dtype: see cpu_modules.py. */
 
 #include <math.h>
 #include <stddef.h>

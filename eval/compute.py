@@ -39,8 +39,8 @@ class ModelCompute:
     def of(cls, decoder: Decoder) -> Self:
         """Count a decoder's; only the experts that one token runs through count."""
         config: Any = decoder.config
-        hidden, heads = int(config.hidden_size), int(config.num_attention_heads) * decoder.head_dim
-        kv = 2 * hidden * decoder.kv_heads * decoder.head_dim
+        hidden, heads = int(config.hidden_size), int(config.num_attention_heads) * decoder.geometry.head_dim
+        kv = 2 * hidden * decoder.geometry.kv_heads * decoder.geometry.head_dim
         inner = int(config.intermediate_size)
         experts = int(getattr(config, "num_experts_per_tok", 0) or 0)
         if experts:

@@ -14,7 +14,6 @@ _NAMED = {
     "blend": DEFAULT_SELECTOR,
     "blend_hkvd": "gradual",
     "blend_single_shot": "single_shot",
-    "blend_product": "attention_deviation",
     "epic": "first_tokens",
     "random_tokens": "random",
 }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cacheblend.blend.question_pass import MAX_QUESTION_TOKENS
+from cacheblend.blend.layer_passes import MAX_QUESTION_TOKENS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

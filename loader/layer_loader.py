@@ -24,7 +24,7 @@ import torch
 from cacheblend.base.checks import MIB, check_share, check_whole
 from cacheblend.base.errors import ConfigError, FusionCancelledError
 from cacheblend.base.threads import DaemonThreads
-from cacheblend.blend import DEFAULT_RATIO, check_shape
+from cacheblend.blend import DEFAULT_RATIO
 from cacheblend.store import tiers_in_memory
 
 from .staging import LayerBuffer, PendingLayer, Staging
@@ -126,13 +126,11 @@ class LayerLoader:
 
         Raises:
             FusionCancelledError: the loader was closed before.
-            IncompatibleKVError: a chunk's KV does not have the model's number of layers, shape or dtype.
         """
         if self._started:
             raise RuntimeError("a LayerLoader serves one fusion; make one for each")
         if self._stopped:
             raise FusionCancelledError("the loader was closed before the fusion began")
-        check_shape(prompt, geometry)
         self._started = True
         stored, at_layer_0 = prompt.cached(), prompt.cached(exact_only=not reuse_layer_0)
         copied = {start for start, _, kv in stored if self._is_copy(kv, geometry)}

@@ -34,7 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import MistralConfig, MistralForCausalLM
 
 from cacheblend.blend import FusionConfig, FusionResult, Fusor, Prompt, Segment, SequenceKV
-from cacheblend.blend.layer_source import GROWTH_TOKENS
+from cacheblend.blend.interfaces import GROWTH_TOKENS
 from cacheblend.loader import LayerLoader, describe_device
 from cacheblend.loader.profiler import drop_page_cache
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig

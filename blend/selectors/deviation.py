@@ -22,8 +22,6 @@ class TopDeviation:
     schedule: Schedule
 
     def select(self, step: SelectionStep) -> torch.Tensor:
-        """Choose the candidates of largest deviation."""
         keep = self.schedule.counts(step.reusable, step.layers, self.ratio, step.fresh)[step.layer]
-        if keep >= len(step.candidates_C):
-            return step.all()
-        return step.top(step.deviation_C(), keep) if keep else step.none()
+        has_choice = 0 < keep < len(step.candidates_C)
+        return step.top(step.deviation_C() if has_choice else step.attention_C, keep)

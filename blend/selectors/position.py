@@ -15,7 +15,6 @@ class FirstTokens(SingleShotSelector):
     """The first tokens of every chunk (EPIC's LegoLink, arXiv 2410.15332)."""
 
     def score(self, step: SelectionStep) -> torch.Tensor:
-        """Higher towards a chunk's start."""
         return 1 / (1 + step.offset_C)
 
 
@@ -23,7 +22,6 @@ class RandomTokens(SingleShotSelector):
     """Random tokens, seeded by the number of candidates, so that a prompt's choice repeats: the control."""
 
     def score(self, step: SelectionStep) -> torch.Tensor:
-        """A random number a token."""
         generator = torch.Generator().manual_seed(len(step.candidates_C))
         return torch.rand(len(step.candidates_C), generator=generator)
 
@@ -41,7 +39,6 @@ class ExplicitPositions:
         self._positions = [torch.as_tensor(positions, dtype=torch.long) for positions in recomputed]
 
     def select(self, step: SelectionStep) -> torch.Tensor:
-        """Choose the candidates that are listed for this layer."""
         if len(self._positions) != step.layers:
             raise ConfigError("selector", f"{len(self._positions)} lists of positions", f"one for each of {step.layers} layers")
         chosen_C = torch.isin(step.candidates_C, self._positions[step.layer])

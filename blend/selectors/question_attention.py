@@ -31,9 +31,7 @@ class QuestionAttention:
         return 0 < self.ratio < 1
 
     def select(self, step: SelectionStep) -> torch.Tensor:
-        """Choose the candidates of highest attention."""
         keep = self.schedule.counts(step.reusable, step.layers, self.ratio, step.fresh)[step.layer]
-        is_first = step.layer == 1 and len(step.candidates_C) < step.reusable
-        if is_first:
+        if step.layer == 1 and len(step.candidates_C) < step.reusable:
             step.deviation_C()  # measured once, for `FusionResult.deviation`
-        return step.all() if keep >= len(step.candidates_C) else step.top(step.attention_C, keep)
+        return step.top(step.attention_C, keep)

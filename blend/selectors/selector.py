@@ -1,4 +1,4 @@
-"""What a selector is: it chooses the reusable tokens that go through each layer; a schedule sets their number.
+"""The interface of selectors, which choose the reusable tokens that go through each layer; a schedule sets their number.
 
 Shapes: R reusable tokens of the prompt, C candidates of a layer, N tokens of the prompt, L layers of the model.
 """
@@ -119,14 +119,10 @@ class SelectionStep:
         """The mask of every candidate."""
         return torch.ones(len(self.candidates_C), dtype=torch.bool)
 
-    def none(self) -> torch.Tensor:
-        """The mask of no candidate."""
-        return torch.zeros(len(self.candidates_C), dtype=torch.bool)
-
     def top(self, score_C: torch.Tensor, count: int) -> torch.Tensor:
-        """The mask of the `count` candidates of highest score."""
-        chosen_C = self.none()
-        chosen_C[torch.topk(score_C, count).indices.cpu()] = True
+        """The mask of the `count` candidates of highest score, or of all if there are fewer."""
+        chosen_C = torch.zeros(len(self.candidates_C), dtype=torch.bool)
+        chosen_C[torch.topk(score_C, min(count, len(chosen_C))).indices.cpu()] = True
         return chosen_C
 
 
@@ -153,12 +149,11 @@ class SingleShotSelector(ABC):
 
     def select(self, step: SelectionStep) -> torch.Tensor:
         """Choose the candidates of highest score at layer 0, and all of them later."""
-        keep = round(self._ratio * step.reusable)
-        if step.layer > 0 or keep >= step.reusable:
-            if step.layer == 1 and len(step.candidates_C) < step.reusable:
-                step.deviation_C()
-            return step.all()
-        return step.top(self.score(step), keep) if keep else step.none()
+        if step.layer == 0:
+            return step.top(self.score(step), round(self._ratio * step.reusable))
+        if step.layer == 1 and len(step.candidates_C) < step.reusable:
+            step.deviation_C()
+        return step.all()
 
     @abstractmethod
     def score(self, step: SelectionStep) -> torch.Tensor:

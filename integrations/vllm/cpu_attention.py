@@ -20,8 +20,8 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from cacheblend.blend.attention import Rows, attend
+from cacheblend.blend.interfaces import LayerKV
 from cacheblend.blend.layer_passes import RowsPass
-from cacheblend.blend.layer_source import LayerKV
 
 logger = logging.getLogger(__name__)
 BACKEND = "CPU_ATTN"

@@ -27,11 +27,10 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.blend import KVGeometry, LayerKV
 from cacheblend.blend.attention import Rows
+from cacheblend.blend.cpu_modules import with_fused_norms
 from cacheblend.blend.decoder import ROWS_AT_ONCE
-from cacheblend.blend.layer_passes import IsolatedPass, LayerPass, RowsPass, Run, SharedPrefix, prefix_mask, runs
-from cacheblend.blend.model_runner import CosSin
-from cacheblend.blend.question_pass import QuestionPass
-from cacheblend.blend.rms_norm import with_fused_norms
+from cacheblend.blend.interfaces import CosSin
+from cacheblend.blend.layer_passes import IsolatedPass, LayerPass, QuestionPass, RowsPass, Run, SharedPrefix, prefix_mask, runs
 from cacheblend.store import LayerPair
 
 from .cpu_attention import CpuAttention, CpuRowsPass

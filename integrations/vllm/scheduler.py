@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from cacheblend.base.errors import InputError
-from cacheblend.blend.question_pass import MAX_QUESTION_TOKENS
+from cacheblend.blend.layer_passes import MAX_QUESTION_TOKENS
 from cacheblend.service.engine.chunk_context import ChunkNaming
 from cacheblend.service.engine.prompt import PromptChunk, PromptTokens
 from cacheblend.service.engine.request import namespace_of

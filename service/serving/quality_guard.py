@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from cacheblend.blend import Segment
-from cacheblend.blend.fidelity import Comparison, compare, first_tokens
+from cacheblend.blend.fidelity import Comparison, compare_steps
 from cacheblend.service.engine.request import sampling_options
 
 from .config import ServingConfig
@@ -165,8 +165,7 @@ class ShadowEvaluation:
             if not blended.reusable_tokens:
                 return None
         greedy = {**served.sampling, **sampling_options(0.0, 1.0)}
-        full_ids, blended_ids = yield from first_tokens(engine.fusor, (full, blended), self._config.guard_tokens, greedy)
-        return compare(full, full_ids, blended, blended_ids)
+        return (yield from compare_steps(engine.fusor, full, blended, self._config.guard_tokens, greedy))
 
     def _record(self, comparison: Comparison | None) -> None:
         assert self._sampled is not None

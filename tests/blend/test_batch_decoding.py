@@ -47,7 +47,7 @@ def decode(fusor: Fusor, fused: list[FusionResult], drawers: list[NextToken], jo
 @pytest.mark.parametrize("name", CONFIGS)
 def test_batch_equals_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On every family the greedy tokens of a batch are `generate`'s, past the window and past a growth of the KV."""
-    monkeypatch.setattr("cacheblend.blend.layer_source.GROWTH_TOKENS", 5)
+    monkeypatch.setattr("cacheblend.blend.interfaces.GROWTH_TOKENS", 5)
     fusor = Fusor(tiny_model(name))
     fused = prompts(fusor)
     lengths = [9, TOKENS, 4]

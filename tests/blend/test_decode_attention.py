@@ -10,8 +10,8 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from cacheblend.blend import Fusor, KVGeometry, SequenceKV, decode_attention
-from cacheblend.blend.decode_attention import DecodeKernel, DecodePass, SequenceLayerKV, decode_kernel
+from cacheblend.blend import Fusor, KVGeometry, SequenceKV, generation
+from cacheblend.blend.generation import DecodeKernel, DecodePass, SequenceLayerKV, decode_kernel
 
 needs_compiler = pytest.mark.skipif(
     all(shutil.which(name) is None for name in ("cc", "gcc", "clang")), reason="there is no C compiler"
@@ -23,9 +23,9 @@ HEADS = 2
 def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder of compiled files, and nothing loaded."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    decode_attention._load.cache_clear()
+    generation._load.cache_clear()
     yield tmp_path
-    decode_attention._load.cache_clear()
+    generation._load.cache_clear()
 
 
 def kernel_of(groups: int, head_size: int, dtype: torch.dtype) -> DecodeKernel | None:
@@ -65,7 +65,7 @@ def test_compiled_once(fresh_cache: Path) -> None:
     """A shape is compiled at its first use on a machine, and another shape for itself."""
     assert kernel_of(2, 16, torch.float32) is not None
     made = list(fresh_cache.rglob("*.so"))
-    decode_attention._load.cache_clear()
+    generation._load.cache_clear()
     assert kernel_of(2, 16, torch.float32) is not None
     assert list(fresh_cache.rglob("*.so")) == made
     assert len(made) == 1
@@ -88,11 +88,11 @@ def test_compiled_once(fresh_cache: Path) -> None:
 @pytest.mark.usefixtures("fresh_cache")
 def test_wrong_code_is_not_used(right: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not compile, or gives something else than PyTorch's attention, is not used."""
-    text = decode_attention.SOURCE.read_text()
+    text = generation.SOURCE.read_text()
     assert right in text
     source = tmp_path / "wrong.c"
     source.write_text(text.replace(right, wrong))
-    monkeypatch.setattr(decode_attention, "SOURCE", source)
+    monkeypatch.setattr(generation, "SOURCE", source)
     assert kernel_of(2, 16, torch.float32) is None
 
 
@@ -101,7 +101,7 @@ def test_decodes_without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a compiler PyTorch's attention decodes, and gives the same logits."""
     usual = Fusor(tiny_model("gemma2"))
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    decode_attention._load.cache_clear()
+    generation._load.cache_clear()
     without = Fusor(tiny_model("gemma2"))
     assert without.decoder._decode_kernel is None
     prompt = list(range(1, 40))

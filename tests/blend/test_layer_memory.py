@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cacheblend.base.memory import HUGE_PAGE_BYTES, BufferPool
-from cacheblend.blend import KVGeometry, LayerKV, layer_source
+from cacheblend.blend import KVGeometry, LayerKV, interfaces
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -37,7 +37,7 @@ def test_room_is_whole_and_ones_own(dtype: torch.dtype, tokens: int) -> None:
 def test_memory_is_used_again_once_nobody_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another prompt of about the same length takes what the last one left; a much shorter one does not, and a bound holds."""
     pool = BufferPool(256 * 2**20, slack=2)
-    monkeypatch.setattr(layer_source, "LAYERS", pool)
+    monkeypatch.setattr(interfaces, "LAYERS", pool)
     geometry = KVGeometry(1, 4, 64, torch.float32, torch.device("cpu"))
     layer = LayerKV.empty(geometry, 4000)
     address, values = layer.k_1HND.data_ptr(), layer.v_1HND
@@ -49,4 +49,4 @@ def test_memory_is_used_again_once_nobody_has_it(monkeypatch: pytest.MonkeyPatch
     pool.max_cached_bytes = 20 * 2**20
     many = [LayerKV.empty(geometry, 4000) for _ in range(5)]
     del many
-    assert sum(map(len, pool.cached)) == 2 * geometry.layer_bytes(4000 + layer_source.GROWTH_TOKENS)
+    assert sum(map(len, pool.cached)) == 2 * geometry.layer_bytes(4000 + interfaces.GROWTH_TOKENS)

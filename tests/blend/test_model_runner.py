@@ -14,9 +14,8 @@ from transformers import DynamicCache
 from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.blend import FusionConfig, FusionResult, Fusor, KVGeometry, LayerKV, Segment
 from cacheblend.blend.attention import Rows, attend
-from cacheblend.blend.layer_passes import SharedPrefix
-from cacheblend.blend.model_runner import CosSin
-from cacheblend.blend.question_pass import QuestionPass
+from cacheblend.blend.interfaces import CosSin
+from cacheblend.blend.layer_passes import QuestionPass, SharedPrefix
 
 LAYERS, HEADS, HEAD_DIM, HIDDEN, VOCABULARY = 5, 4, 8, 32, 97
 SCALING = HEAD_DIM**-0.5
@@ -41,9 +40,10 @@ class PlainRunner:
             q, k, v, o = (weight(HEADS * HEAD_DIM, HIDDEN) for _ in range(4))
             self.layers.append((q[own], k[own], v[own], o.T[:, own], weight(2 * HIDDEN, HIDDEN), weight(HIDDEN, 2 * HIDDEN)))
         self.geometry = KVGeometry(LAYERS, last - first, HEAD_DIM, torch.float32, torch.device("cpu"))
-        self.windows: Sequence[int | None] = (None,) * LAYERS
-        self.layer_types: Sequence[Hashable] = ("rope",) * LAYERS
-        self.vocab_size, self.max_positions, self._reduce = VOCABULARY, None, reduce
+        self.windows: list[int | None] = [None] * LAYERS
+        self.layer_types: list[Hashable] = ["rope"] * LAYERS
+        self.vocab_size, self._reduce = VOCABULARY, reduce
+        self.max_positions: int | None = None
 
     def reduce(self, heads_sum_N: torch.Tensor) -> torch.Tensor:
         return self._reduce(heads_sum_N)

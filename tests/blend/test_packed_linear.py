@@ -13,7 +13,7 @@ import torch
 from tiny_models import tiny_model
 from torch import nn
 
-from cacheblend.blend import Fusor, packed_linear
+from cacheblend.blend import Fusor, cpu_modules
 
 pytestmark = pytest.mark.skipif(
     not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
@@ -42,7 +42,7 @@ class Attention(nn.Module):
 def test_equals_plain(rows: int, order: str, *, bias: bool) -> None:
     """Projections of one input give what they give by themselves, whichever are called and in whatever order."""
     plain = Attention(bias=bias)
-    twin = packed_linear.packed(plain)
+    twin = cpu_modules.packed(plain)
     assert all(type(child) is not nn.Linear for child in twin.children())
     for seed in range(2):
         inputs = torch.randn(1, rows, 64, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
@@ -55,7 +55,7 @@ def test_equals_plain(rows: int, order: str, *, bias: bool) -> None:
 def test_threads_do_not_mix() -> None:
     """Several threads that use one model at once each get their own input's outputs."""
     plain = Attention(bias=False)
-    twin = packed_linear.packed(plain)
+    twin = cpu_modules.packed(plain)
     inputs = [torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16) for seed in range(64)]
     with torch.inference_mode(), ThreadPoolExecutor(4) as pool:
         outputs = list(pool.map(lambda one: twin(one, "qkv"), inputs))
@@ -66,14 +66,12 @@ def test_threads_do_not_mix() -> None:
 def test_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of 32 bits, and those that would take too much of the memory, are left as they are; logits agree."""
     model = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)
-    assert not packed_linear.is_worth_packing(tiny_model("llama"))
+    assert not cpu_modules.is_worth_packing(tiny_model("llama"))
     packed = Fusor(model)
-    monkeypatch.setattr(packed_linear, "MEMORY_PART", 1e-9)
-    assert not packed_linear.is_worth_packing(model)
+    monkeypatch.setattr(cpu_modules, "MEMORY_PART", 1e-9)
+    assert not cpu_modules.is_worth_packing(model)
     plain = Fusor(model)
-    assert [
-        any(isinstance(m, packed_linear.SharingLinear) for m in f.decoder._layers[0].modules()) for f in (packed, plain)
-    ] == [
+    assert [any(isinstance(m, cpu_modules.SharingLinear) for m in f.decoder._layers[0].modules()) for f in (packed, plain)] == [
         True,
         False,
     ]
@@ -86,9 +84,9 @@ def test_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def other_operators() -> Iterator[None]:
     """PyTorch's operators are looked at anew, now and after the test."""
-    packed_linear.operators_serve.cache_clear()
+    cpu_modules.operators_serve.cache_clear()
     yield
-    packed_linear.operators_serve.cache_clear()
+    cpu_modules.operators_serve.cache_clear()
 
 
 def no_operator(*_: object) -> torch.Tensor:
@@ -111,10 +109,10 @@ def other_meaning(weight_OI: torch.Tensor) -> torch.Tensor:
 def test_without_operators(change: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a PyTorch without the operators, or with others of their names, weights stay as they are."""
     model = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)
-    assert packed_linear.is_worth_packing(model)
-    packed_linear.operators_serve.cache_clear()
-    monkeypatch.setattr(packed_linear, "_pack", change)
-    assert not packed_linear.is_worth_packing(model)
+    assert cpu_modules.is_worth_packing(model)
+    cpu_modules.operators_serve.cache_clear()
+    monkeypatch.setattr(cpu_modules, "_pack", change)
+    assert not cpu_modules.is_worth_packing(model)
     assert Fusor(model).prefill([1, 2, 3]).logits.isfinite().all()
 
 
@@ -122,7 +120,7 @@ def test_without_operators(change: object, monkeypatch: pytest.MonkeyPatch) -> N
 def test_without_any_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """A PyTorch that lacks the question for the processor is one without the operators."""
     monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
-    assert not packed_linear.operators_serve()
+    assert not cpu_modules.operators_serve()
 
 
 @pytest.mark.parametrize(
@@ -131,8 +129,6 @@ def test_without_any_operators(monkeypatch: pytest.MonkeyPatch) -> None:
         ("0::/\n", {"memory.max": "1000\n"}, 1000),
         ("0::/a/b\n", {"a/memory.max": "1000\n", "a/b/memory.max": "max\n", "memory.max": "3000\n"}, 1000),
         ("0::/not/seen/from/here\n", {"memory.max": "2000\n"}, 2000),
-        ("5:cpu,cpuacct:/\n4:memory:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "1000\n"}, 1000),
-        ("4:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712\n"}, None),
         ("0::/\n", {}, None),
         (None, {}, None),
     ],
@@ -140,15 +136,15 @@ def test_without_any_operators(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_of_a_container(
     group: str | None, files: dict[str, str], limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The memory is what the control group leaves, of both versions; the machine's without a limit."""
-    machine = packed_linear.memory_bytes()
-    monkeypatch.setattr(packed_linear, "CGROUPS", tmp_path)
-    monkeypatch.setattr(packed_linear, "CGROUP_OF_PROCESS", tmp_path / "group")
+    """The memory is what the control group leaves; the machine's without a limit."""
+    machine = cpu_modules.memory_bytes()
+    monkeypatch.setattr(cpu_modules, "CGROUPS", tmp_path)
+    monkeypatch.setattr(cpu_modules, "CGROUP_OF_PROCESS", tmp_path / "group")
     if group is not None:
         (tmp_path / "group").write_text(group)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert packed_linear.memory_bytes() == (machine if limit is None else limit)
+    assert cpu_modules.memory_bytes() == (machine if limit is None else limit)
     model = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)
-    assert packed_linear.is_worth_packing(model) == (limit is None)
+    assert cpu_modules.is_worth_packing(model) == (limit is None)

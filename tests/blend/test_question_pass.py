@@ -11,7 +11,7 @@ from tiny_models import tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cacheblend.blend import FusionConfig, Fusor, Prompt, Segment, SelectionStep
-from cacheblend.blend.question_pass import MAX_QUESTION_TOKENS, question_rows
+from cacheblend.blend.layer_passes import MAX_QUESTION_TOKENS, question_rows
 
 
 class Listening:
@@ -26,7 +26,7 @@ class Listening:
         """Keep no candidate."""
         if step.layer == 0:
             self.attention_C = step.attention_C
-        return step.none()
+        return ~step.all()
 
 
 def heard(fusor: Fusor, segments: list[Segment]) -> torch.Tensor:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from tiny_models import CONFIGS, tiny_model
 
-from cacheblend.blend import rms_norm
-from cacheblend.blend.rms_norm import FusedNorm, with_fused_norms
+from cacheblend.blend import cpu_modules
+from cacheblend.blend.cpu_modules import FusedNorm, with_fused_norms
 
 needs_compiler = pytest.mark.skipif(
     all(shutil.which(name) is None for name in ("cc", "gcc", "clang")), reason="there is no C compiler"
@@ -27,9 +27,9 @@ FUSED = ("llama", "mistral-window", "mixtral", "qwen2", "qwen3", "gemma", "gemma
 def nothing_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An empty folder of compiled files, and nothing loaded."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    rms_norm._load.cache_clear()
+    cpu_modules._load.cache_clear()
     yield
-    rms_norm._load.cache_clear()
+    cpu_modules._load.cache_clear()
 
 
 def norms_of(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -108,10 +108,10 @@ def test_strided_rows_are_the_modules() -> None:
 def test_wrong_code_is_not_used(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not compile, or gives something else than the module, is not used."""
     source = tmp_path / "wrong.c"
-    text = rms_norm.SOURCE.read_text()
+    text = cpu_modules.NORM_SOURCE.read_text()
     assert wrong in text
     source.write_text(text.replace(wrong, "squares" if "squares" in wrong else "#error"))
-    monkeypatch.setattr(rms_norm, "SOURCE", source)
+    monkeypatch.setattr(cpu_modules, "NORM_SOURCE", source)
     assert not any(isinstance(module, FusedNorm) for module in with_fused_norms(tiny_model("llama")).modules())
 
 

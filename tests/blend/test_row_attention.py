@@ -155,7 +155,7 @@ def test_blends_as_without(dtype: torch.dtype, config: Any, missing: bool, monke
         return fusor.fuse(segments, FusionConfig(recompute_ratio=0.3))
 
     mine = blend()
-    for module in ("attention", "question_pass", "fusion"):
+    for module in ("attention", "layer_passes", "fusion"):
         monkeypatch.setattr(f"cacheblend.blend.{module}.row_kernel", lambda *_: None)
     without = blend()
     assert torch.nn.functional.cosine_similarity(mine.logits, without.logits, dim=0) > 0.99

@@ -99,16 +99,12 @@ def test_selectors_keep_their_schedule(name: str) -> None:
 
 
 def test_the_question_s_attention_decides() -> None:
-    """The tokens of highest attention are kept; the product with the deviation decides among twice as many."""
+    """The tokens of highest attention are chosen."""
     attention = torch.tensor([0.1, 0.9, 0.2, 0.8, 0.3, 0.0, 0.0, 0.0, 0.0, 0.0])
     question = SELECTORS["question_attention"](0.2)
     assert question.select(step_at(0, 10, 10, attention=attention)).nonzero()[:, 0].tolist() == [1, 3, 4]
     later = step_at(4, 4, 10, attention=torch.tensor([0.1, 0.5, 0.9, 0.7]))
     assert question.select(later).tolist() == [False, False, True, False]
-    product = SELECTORS["attention_deviation"](0.1)
-    assert product.select(step_at(0, 10, 10, attention=attention)).nonzero()[:, 0].tolist() == [1, 3]
-    narrowed = step_at(1, 2, 10, attention=attention[[1, 3]], deviation=torch.tensor([1.0, 2.0]))
-    assert product.select(narrowed).tolist() == [False, True]
 
 
 def test_a_selector_of_one_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +143,7 @@ def test_ratio_outside_0_to_1_is_refused(ratio: object) -> None:
 
 def test_unknown_selector_is_refused() -> None:
     """An unknown selector's error lists the known ones."""
-    with pytest.raises(ConfigError, match="question_attention, attention_deviation, gradual"):
+    with pytest.raises(ConfigError, match="question_attention, gradual"):
         FusionConfig(selector="best")
 
 

@@ -42,7 +42,7 @@ def test_a_run_prints_one_object(run: Run, model_dir: Path, tmp_path: Path) -> N
 
 def test_a_data_set_runs_every_method(run: Run, model_dir: Path, tmp_path: Path) -> None:
     """A set from its file, by every method and several ratios, in both presets."""
-    at_a_ratio = ("blend", "blend_hkvd", "blend_single_shot", "blend_product", "epic", "random_tokens")
+    at_a_ratio = ("blend", "blend_hkvd", "blend_single_shot", "epic", "random_tokens")
     every = ",".join(("full_recompute", "prefix_cache", "full_reuse", *at_a_ratio))
     write(tmp_path, "musique", [case(index) for index in range(2)])
     common = ("--data", tmp_path, "--model", model_dir, "--max-tokens", 2, "--json")

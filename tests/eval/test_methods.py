@@ -67,7 +67,7 @@ def test_each_method_recomputes_its_share(answers: dict[str, MethodAnswer], requ
     question = len(request_.prompt.suffix)
     reusable = sum(map(len, request_.prompt.chunk_ids))
     assert answers["full_reuse"].recomputed_tokens == question
-    for name in ("blend", "blend_hkvd", "blend_single_shot", "blend_product", "random_tokens"):
+    for name in ("blend", "blend_hkvd", "blend_single_shot", "random_tokens"):
         assert answers[name].recomputed_tokens == pytest.approx(question + 0.3 * reusable, abs=1)
     epic = answers["epic"].fused
     start = len(request_.prompt.prefix)
@@ -89,7 +89,7 @@ def test_bytes_loaded_leave_layer_0_out_where_it_runs(answers: dict[str, MethodA
     """Selectors by KV deviation load all layers but the first of every chunk; full reuse and other selectors load all."""
     head = 0 if resident.head_kv is None else resident.head_kv.nbytes
     chunks = sum(kv.nbytes for kv in resident.chunk_kv() if kv is not None)
-    for name in ("full_reuse", "epic", "blend", "blend_product", "random_tokens"):
+    for name in ("full_reuse", "epic", "blend", "random_tokens"):
         assert answers[name].loaded_bytes == head + chunks
     for name in ("blend_hkvd", "blend_single_shot"):
         assert answers[name].loaded_bytes == head + chunks * 3 // 4

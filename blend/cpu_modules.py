@@ -1,0 +1,264 @@
+"""Modules of a model that a CPU computes faster than the model's own: packed linear layers, and RMS norms in C.
+
+A product of a few rows costs the time of reading its weight. In 16 bits oneDNN first copies the weight into the instructions'
+order, at every call, which doubles the time of few rows (docs/adr/017). Here the copy is made once, in a second memory of the
+weights' size; a model larger than `MEMORY_PART` of the memory is not packed.
+
+An RMS norm is one call of C in place of the model's eight operations. Runners use it for decoding and for chosen rows;
+contiguous rows of a prompt run the model's own modules, bit for bit. A norm is not replaced if the compiled file's outputs
+differ. Models scale by the weight or by 1 + weight: comparing outputs finds which.
+
+Shapes: S rows, I inputs, O outputs, M hidden size.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .compiled_file import function, load_or_warn
+
+MEMORY_PART = 1 / 8
+# Linear layers that a module calls one after the other with one input: one product computes all of them.
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+CGROUP_OF_PROCESS, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+EXPECTED_ROWS = 16  # oneDNN packs for this number of rows; 512 changes no product's time
+NORM_SOURCE = Path(__file__).with_name("rms_norm.c")
+SAMPLE_ROWS = 64
+logger = logging.getLogger(__name__)
+
+
+def _with_children(module: Any, twin_of: Callable[[nn.Module], nn.Module]) -> Any:
+    """A shallow copy of a module whose children are replaced; the module itself if none is. Parameters stay shared."""
+    children = {name: None if child is None else twin_of(child) for name, child in module._modules.items()}
+    if all(children[name] is child for name, child in module._modules.items()):
+        return module
+    twin = copy.copy(module)
+    twin._modules = children
+    return twin
+
+
+class PackedLinear(nn.Module):
+    """One linear layer.
+
+    Args:
+        plain: the layer; its parameters are shared.
+    """
+
+    def __init__(self, plain: nn.Linear) -> None:
+        super().__init__()
+        self.plain = plain
+        self._weight = _pack(plain.weight)
+
+    def forward(self, inputs_SI: torch.Tensor) -> torch.Tensor:
+        return _product(inputs_SI, self._weight, self.plain.bias)
+
+
+class _Product:
+    """Outputs of several layers over one input, computed when the first of them is called.
+
+    Args:
+        layers: in the order of their calls.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self._layers = layers
+        biases: list[torch.Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+        weights: list[torch.Tensor] = [layer.weight.detach() for layer in layers]
+        self._weight = _pack(torch.cat(weights))
+        self._bias = torch.cat(biases).detach() if biases else None
+        self._of_thread = threading.local()
+
+    def outputs(self, index: int, inputs_SI: torch.Tensor) -> torch.Tensor:
+        """Outputs (S, O) of one layer; it computes its own if the first was not called with this tensor."""
+        if index == 0:
+            sizes = [layer.out_features for layer in self._layers]
+            self._of_thread.pending = inputs_SI, _product(inputs_SI, self._weight, self._bias).split(sizes, dim=-1)
+        nothing: tuple[torch.Tensor | None, tuple[torch.Tensor, ...]] = None, ()
+        pending_SI, outputs = getattr(self._of_thread, "pending", nothing)
+        if pending_SI is not inputs_SI:
+            output: torch.Tensor = self._layers[index](inputs_SI)
+            return output
+        if index == len(outputs) - 1:
+            del self._of_thread.pending
+        return outputs[index]
+
+
+class SharingLinear(nn.Module):
+    """One of several layers over one input that share a product.
+
+    Args:
+        plain: the layer.
+        product: the shared product.
+        index: the layer's index in the product.
+    """
+
+    def __init__(self, plain: nn.Linear, product: _Product, index: int) -> None:
+        super().__init__()
+        self.plain, self._product, self._index = plain, product, index
+
+    def forward(self, inputs_SI: torch.Tensor) -> torch.Tensor:
+        return self._product.outputs(self._index, inputs_SI)
+
+
+def is_worth_packing(model: nn.Module) -> bool:
+    """Whether to pack a model's linear layers: bfloat16, a CPU with instructions for it, and memory for a copy."""
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    if any(linear.weight.dtype != torch.bfloat16 or linear.weight.device.type != "cpu" for linear in linears):
+        return False
+    return sum(linear.weight.nbytes for linear in linears) <= MEMORY_PART * memory_bytes() and operators_serve()
+
+
+@functools.cache
+def operators_serve() -> bool:
+    """Whether PyTorch has its undocumented packing operators, and they return a linear layer's outputs."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    inputs_SI, weight_OI, bias_O = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+        for shape in ((3, 32), (48, 32), (48,))
+    )
+    try:
+        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return False
+        outputs_SO = _product(inputs_SI, _pack(weight_OI), bias_O)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        logger.info("PyTorch %s has other packing operators, weights stay as they are: %s", torch.__version__, error)
+        return False
+    return torch.allclose(outputs_SO, nn.functional.linear(inputs_SI, weight_OI, bias_O), rtol=2e-2, atol=2e-2)
+
+
+def memory_bytes() -> int:
+    """Bytes of memory that this process may use: the machine's, or a container's or service's lower limit."""
+    return min((os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_cgroup_limits()))
+
+
+def _cgroup_limits() -> Iterator[int]:
+    """Limits of the process's control group, version 2, and of the groups around it."""
+    try:
+        lines = CGROUP_OF_PROCESS.read_text().splitlines()
+    except OSError:
+        return
+    for path in (line.removeprefix("0::/") for line in lines if line.startswith("0::/")):
+        group = CGROUPS / path  # a container sees its own group at the root, not at this path
+        for file in (folder / "memory.max" for folder in (group, *group.parents) if folder.is_relative_to(CGROUPS)):
+            if file.is_file() and (text := file.read_text().strip()) != "max":
+                yield int(text)
+
+
+def packed(module: Any) -> Any:
+    """A shallow copy of a module tree with its linear layers packed; the parameters stay shared with the original."""
+    twin = _with_children(module, lambda child: PackedLinear(child) if type(child) is nn.Linear else packed(child))
+    for names in TOGETHER:
+        layers = [module._modules.get(name) for name in names]
+        if all(type(layer) is nn.Linear for layer in layers) and len({layer.bias is None for layer in layers}) == 1:
+            product = _Product(layers)
+            for index, (name, layer) in enumerate(zip(names, layers, strict=True)):
+                twin._modules[name] = SharingLinear(layer, product, index)
+    return twin
+
+
+def _pack(weight_OI: torch.Tensor) -> torch.Tensor:
+    packed_OI: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach(), EXPECTED_ROWS)
+    return packed_OI
+
+
+def _product(inputs_SI: torch.Tensor, weight: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    outputs_SO: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(inputs_SI, weight, bias_O, "none", [], "")
+    return outputs_SO
+
+
+class FusedNorm(nn.Module):
+    """One RMS norm.
+
+    Args:
+        plain: the model's own module.
+        call: the compiled function.
+        one_added: whether it scales by 1 + weight.
+    """
+
+    def __init__(self, plain: Any, call: Any, *, one_added: bool) -> None:
+        super().__init__()
+        self.plain, self._call, self._one_added = plain, call, one_added
+        self._weight: torch.Tensor = plain.weight
+        self._epsilon = float(plain.variance_epsilon if hasattr(plain, "variance_epsilon") else plain.eps)
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """Normed rows (..., M); with a residual, as in vLLM, the rows and the residual, which becomes the sum."""
+        inputs = [hidden] if residual is None else [hidden, residual]
+        if not all(x.is_contiguous() and x.dtype == self._weight.dtype for x in inputs):
+            return self.plain(*inputs)
+        size, out = hidden.shape[-1], torch.empty_like(hidden)
+        self._call(
+            hidden.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            self._weight.data_ptr(),
+            out.data_ptr(),
+            hidden.numel() // size,
+            size,
+            self._epsilon,
+            self._one_added,
+            torch.get_num_threads(),
+        )
+        return out if residual is None else (out, residual)
+
+
+def with_fused_norms(module: Any, *, residuals: bool = False) -> Any:
+    """A shallow copy of a module tree with its RMS norms fused where possible; a tree without norms is returned itself.
+
+    Args:
+        module: the tree.
+        residuals: whether its norms accept a residual, as vLLM's do.
+    """
+
+    def twin_of(child: nn.Module) -> Any:
+        is_norm = type(child).__name__.endswith("RMSNorm") and isinstance(getattr(child, "weight", None), torch.Tensor)
+        return _fused(child, residuals) if is_norm else with_fused_norms(child, residuals=residuals)
+
+    return _with_children(module, twin_of)
+
+
+def _fused(plain: Any, residuals: bool) -> Any:
+    """The fused norm whose outputs are the module's; the module itself if there is none."""
+    weight_M: torch.Tensor = plain.weight
+    is_served = weight_M.device.type == "cpu" and weight_M.dtype in (torch.float32, torch.bfloat16)
+    if not is_served or (call := _load(weight_M.dtype)) is None:
+        return plain
+    sample_SM = torch.randn(SAMPLE_ROWS, len(weight_M), generator=torch.Generator().manual_seed(0)).to(weight_M.dtype)
+    for one_added in (False, True):
+        fused = FusedNorm(plain, call, one_added=one_added)
+        if _agree(fused, plain, sample_SM, residuals):
+            return fused
+    logger.info("%s is no RMS norm that rms_norm.c knows", type(plain).__name__)
+    return plain
+
+
+@torch.no_grad()
+def _agree(fused: nn.Module, plain: nn.Module, sample_SM: torch.Tensor, residuals: bool) -> bool:
+    """Whether two modules' outputs differ only by rounding: in the last digit, and in 16 bits rarely."""
+    outputs = [(fused(sample_SM), plain(sample_SM))]
+    if residuals:  # both modules may write into inputs and residual
+        outputs += zip(*(norm(sample_SM.clone(), sample_SM.flip(0)) for norm in (fused, plain)), strict=True)
+    is_half = sample_SM.dtype != torch.float32
+    tolerance = torch.finfo(sample_SM.dtype).eps * (1 if is_half else 10)
+    return all(
+        torch.allclose(mine_SM, own_SM, rtol=tolerance, atol=tolerance)
+        and (not is_half or bool((mine_SM != own_SM).float().mean() < 0.01))
+        for mine_SM, own_SM in outputs
+    )
+
+
+@functools.cache
+def _load(dtype: torch.dtype) -> Any:
+    """The compiled function; None if it cannot be compiled or loaded."""
+    defines = ["-DBFLOAT16"] if dtype == torch.bfloat16 else []
+    return load_or_warn(NORM_SOURCE, defines, lambda library: function(library, "rms_norm", "ppppllfii"), "slower norms run")
