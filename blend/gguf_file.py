@@ -231,7 +231,7 @@ def check_packages() -> None:
         MissingExtraError: a package is missing.
     """
     with needs_extra("gguf"):
-        import accelerate  # noqa: F401
+        import accelerate  # type: ignore[import-untyped]  # noqa: F401  # it has no types
         import gguf  # noqa: F401
 
 

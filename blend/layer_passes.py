@@ -81,7 +81,8 @@ class Run:
 
     def part(self, x_1HND: torch.Tensor) -> torch.Tensor:
         """The run's queries, keys or values, (B, H, T, D); a view."""
-        return x_1HND[0, :, self.rows].unflatten(1, (self.sequences, self.tokens)).transpose(0, 1)
+        part: torch.Tensor = x_1HND[0, :, self.rows].unflatten(1, (self.sequences, self.tokens)).transpose(0, 1)
+        return part
 
 
 def runs(lengths: Sequence[int]) -> Iterator[Run]:
