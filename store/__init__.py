@@ -11,14 +11,13 @@ except ModuleNotFoundError as error:
 
 from cacheblend.base.errors import ConfigError, DamagedEntryError, InputError, StoreDirectoryError, StoreError, StoreFullError
 
-from .catalog import CatalogEntry
+from .catalog import CatalogEntry, StoredDocument
 from .chunk import ChunkKey, ChunkKV, KVHandle, context_digest
 from .codecs import LayerPair
 from .config import StoreConfig
-from .document_table import StoredDocument
 from .kv_store import KVStore
 from .nvme_tier import VerifyReport
-from .prefix_blocks import BLOCK_TOKENS, BlockChain, PrefixBlocks, PrefixRun, PrefixStats, chain_root
+from .prefix_blocks import BLOCK_TOKENS, BlockChain, PrefixBlocks, PrefixRun, chain_root
 from .tiers import CACHE_TIERS, CacheTier, Placement, StoreStats, tiers_in_memory
 from .write_queue import DocumentVersion
 
@@ -40,7 +39,6 @@ __all__ = [
     "Placement",
     "PrefixBlocks",
     "PrefixRun",
-    "PrefixStats",
     "StoreConfig",
     "StoreDirectoryError",
     "StoreError",

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from cacheblend.base.errors import StoreDirectoryError, StoreError
-from cacheblend.base.sqlite import Database
+from cacheblend.base.errors import InputError, StoreDirectoryError, StoreError
+from cacheblend.base.sqlite import Database, prefix_end
 
 from .chunk import ChunkKey
 
-SCHEMA_VERSION = 2
+if TYPE_CHECKING:
+    from .nvme_tier import NvmeTier
+
+SCHEMA_VERSION = 3
 
 # Whether a pinned document has the entry; the row at hand is called `entries`.
 IS_PINNED = """EXISTS (
@@ -27,23 +32,14 @@ _TABLES = ("entries", "totals", "documents", "document_chunks")
 
 SCHEMA = (
     """CREATE TABLE entries (
-        digest TEXT PRIMARY KEY,
-        model TEXT NOT NULL,
-        codec TEXT NOT NULL,
-        namespace TEXT NOT NULL,
-        tokens INTEGER NOT NULL,
-        layers INTEGER NOT NULL,
-        bytes INTEGER NOT NULL,
-        created_ns INTEGER NOT NULL,
-        used_ns INTEGER NOT NULL,
+        digest TEXT PRIMARY KEY, model TEXT NOT NULL, codec TEXT NOT NULL, namespace TEXT NOT NULL,
+        tokens INTEGER NOT NULL, layers INTEGER NOT NULL, bytes INTEGER NOT NULL,
+        created_ns INTEGER NOT NULL, used_ns INTEGER NOT NULL,
         pinned INTEGER NOT NULL DEFAULT 0
     ) WITHOUT ROWID""",
     "CREATE INDEX entries_to_evict ON entries (used_ns, digest) WHERE pinned = 0",
-    """CREATE TABLE totals (
-        namespace TEXT PRIMARY KEY,
-        entries INTEGER NOT NULL,
-        bytes INTEGER NOT NULL
-    ) WITHOUT ROWID""",
+    "CREATE TABLE totals (entries INTEGER NOT NULL, bytes INTEGER NOT NULL)",
+    "INSERT INTO totals VALUES (0, 0)",
     """CREATE TABLE documents (
         id TEXT PRIMARY KEY,
         version TEXT NOT NULL,
@@ -57,13 +53,11 @@ SCHEMA = (
     ) WITHOUT ROWID""",
     "CREATE INDEX document_chunks_by_digest ON document_chunks (digest)",
     f"""CREATE TRIGGER entry_added AFTER INSERT ON entries BEGIN
-        INSERT INTO totals VALUES (new.namespace, 1, new.bytes)
-        ON CONFLICT (namespace) DO UPDATE SET entries = entries + 1, bytes = bytes + excluded.bytes;
+        UPDATE totals SET entries = entries + 1, bytes = bytes + new.bytes;
         UPDATE entries SET pinned = {IS_PINNED} WHERE digest = new.digest;
     END""",
     """CREATE TRIGGER entry_removed AFTER DELETE ON entries BEGIN
-        UPDATE totals SET entries = entries - 1, bytes = bytes - old.bytes WHERE namespace = old.namespace;
-        DELETE FROM totals WHERE namespace = old.namespace AND entries = 0;
+        UPDATE totals SET entries = entries - 1, bytes = bytes - old.bytes;
     END""",
     f"""CREATE TRIGGER document_chunk_added AFTER INSERT ON document_chunks BEGIN
         UPDATE entries SET pinned = {IS_PINNED} WHERE digest = new.digest;
@@ -84,7 +78,7 @@ _MAX_TOUCHED = 1024
 _COLUMNS = "digest, model, codec, namespace, tokens, layers, bytes, created_ns, used_ns"
 _NO_DIGEST = "(length(digest) != 64 OR digest GLOB '*[^0-9a-f]*')"
 _MAX_NS = 2**62  # the year 2116: a time of use beyond it is no time
-_TOTALS = "SELECT namespace, count(*), sum(bytes) FROM entries GROUP BY namespace"
+_TOTALS = "SELECT count(*), coalesce(sum(bytes), 0) FROM entries"
 
 
 class CatalogEntry(NamedTuple):
@@ -134,7 +128,7 @@ class Catalog:
 
     def totals(self) -> tuple[int, int]:
         """Number of entries, and bytes of their files."""
-        ((entries, total_bytes),) = self.database.rows("SELECT coalesce(sum(entries), 0), coalesce(sum(bytes), 0) FROM totals")
+        ((entries, total_bytes),) = self.database.rows("SELECT entries, bytes FROM totals")
         return entries, total_bytes
 
     def document_version(self, id_: str) -> str | None:
@@ -248,8 +242,7 @@ class Catalog:
             _count_totals(transaction)
 
     def _totals_are_wrong(self) -> bool:
-        counted: Mapping[str, tuple[int, int]] = {row[0]: row[1:] for row in self.database.rows(_TOTALS)}
-        return counted != {row[0]: row[1:] for row in self.database.rows("SELECT * FROM totals")}
+        return bool(self.database.rows("SELECT * FROM totals") != self.database.rows(_TOTALS))
 
     def _check_rows(self) -> None:
         """Refuse rows of which a bad disk has altered a value's kind, and repair what follows from others."""
@@ -299,3 +292,204 @@ def _insert(transaction: sqlite3.Connection, entries: Iterable[CatalogEntry]) ->
         f"INSERT INTO entries ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
         ((entry.key.digest, entry.key.model, entry.key.codec, entry.key.namespace, *entry[1:]) for entry in entries),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredDocument:
+    """A document as the store knows it; several may share chunks, each of which is stored once.
+
+    Args:
+        id: the caller's name for it.
+        version: tells its texts apart.
+        pinned: whether evictions spare its chunks.
+        changed_ns: when it came, or its version changed, in nanoseconds of Unix time.
+        chunks: how many different chunks it has.
+        stored_chunks: how many of them have their KV on NVMe now.
+        shared_chunks: how many of them other documents have as well.
+        stored_bytes: bytes of the files of its chunks' KV.
+        own_bytes: the part of `stored_bytes` that is in no other document, and is removed with it.
+    """
+
+    id: str
+    version: str
+    pinned: bool
+    changed_ns: int
+    chunks: int
+    stored_chunks: int
+    shared_chunks: int
+    stored_bytes: int
+    own_bytes: int
+
+
+_LIST = """
+SELECT d.id, d.version, d.pinned, d.changed_ns, count(c.digest), count(e.digest),
+    coalesce(sum(c.shared), 0), coalesce(sum(e.bytes), 0), coalesce(sum(e.bytes * (1 - c.shared)), 0)
+FROM documents d
+LEFT JOIN (
+    SELECT document, digest, EXISTS (
+        SELECT 1 FROM document_chunks other WHERE other.digest = mine.digest AND other.document != mine.document
+    ) AS shared
+    FROM document_chunks mine
+) c ON c.document = d.id
+LEFT JOIN entries e ON e.digest = c.digest
+"""
+_OWN = """
+SELECT digest FROM document_chunks mine WHERE document = ? AND NOT EXISTS (
+    SELECT 1 FROM document_chunks other WHERE other.digest = mine.digest AND other.document != mine.document
+)
+"""
+
+
+class DocumentTable:
+    """Documents and the digests of their chunks; a chunk's KV goes with the last document that has the chunk. Thread-safe.
+
+    A chunk may be listed before its KV is stored, and after. Entries of no document, such as those of texts that a request
+    brought itself, come and go by use.
+
+    Args:
+        nvme: the tier that holds the entries and the catalog.
+        forget: drops the copies in RAM, the queued writes and the remote objects of entries that are gone.
+    """
+
+    def __init__(self, nvme: NvmeTier, forget: Callable[[Iterable[str]], None]) -> None:
+        self._nvme, self._forget, self._database = nvme, forget, nvme.catalog.database
+
+    def ls(self) -> list[StoredDocument]:
+        """Every document, by id."""
+        return [_document(row) for row in self._database.rows(_LIST + "GROUP BY d.id ORDER BY d.id")]
+
+    def get(self, id_: str) -> StoredDocument | None:
+        """One document; None if the store knows no document of that id."""
+        rows = self._database.rows(_LIST + "WHERE d.id = ? GROUP BY d.id", id_)
+        return _document(rows[0]) if rows else None
+
+    def version(self, id_: str) -> str | None:
+        """The version of a document; None if the store knows no document of that id."""
+        return self._nvme.catalog.document_version(id_)
+
+    def ids(self, prefix: str = "") -> list[str]:
+        """Every document's id that begins with a text, in order."""
+        end = prefix_end(prefix) if prefix else chr(sys.maxunicode)
+        rows = self._database.rows("SELECT id FROM documents WHERE id >= ? AND id < ? ORDER BY id", prefix, end)
+        return [id_ for (id_,) in rows]
+
+    def put(self, documents: Iterable[tuple[str, str, Sequence[ChunkKey]]]) -> int:
+        """Note documents and their chunks, in one transaction; stores no KV. A document stays pinned.
+
+        Args:
+            documents: `(id, version, keys)` each. With a version that is known, keys are added to those there are (another
+                model's, say). Another version replaces the known one, and the KV of chunks that no document has any more is
+                removed.
+
+        Returns:
+            How many chunks no document has any more.
+
+        Raises:
+            StoreFullError: the disk is full.
+            StoreDirectoryError: the catalog cannot be written.
+        """
+        given, now_ns = list(documents), time.time_ns()
+
+        def change(transaction: sqlite3.Connection) -> None:
+            for id_, version, keys in given:
+                transaction.execute(
+                    "DELETE FROM document_chunks WHERE document = ? AND EXISTS "
+                    "(SELECT 1 FROM documents WHERE id = document AND version != ?)",
+                    (id_, version),
+                )
+                transaction.execute(
+                    "INSERT INTO documents VALUES (?, ?, 0, ?) ON CONFLICT (id) DO UPDATE SET "
+                    "version = excluded.version, changed_ns = excluded.changed_ns WHERE version != excluded.version",
+                    (id_, version, now_ns),
+                )
+                rows = ((id_, key.digest) for key in keys)
+                transaction.executemany("INSERT OR IGNORE INTO document_chunks VALUES (?, ?)", rows)
+
+        with self._nvme.exclusive():
+            return self._change(change, self._digests(id_ for id_, _, _ in given))
+
+    def drop_unowned(self, keys: Iterable[ChunkKey]) -> int:
+        """Remove the KV of those of some chunks that no document has, written or not; returns their number. See `put`."""
+        with self._nvme.exclusive():
+            return self._change(lambda _: None, [key.digest for key in keys])
+
+    def delete(self, id_: str) -> int:
+        """Forget a document, pinned or not, and remove the KV of chunks that no other document has; returns their number.
+
+        Works on a full disk too, where files are removed first.
+
+        Raises:
+            InputError: there is no such document.
+        """
+
+        def change(transaction: sqlite3.Connection) -> None:
+            transaction.execute("DELETE FROM documents WHERE id = ?", (id_,))
+            transaction.execute("DELETE FROM document_chunks WHERE document = ?", (id_,))
+
+        with self._nvme.exclusive():
+            if self.version(id_) is None:
+                raise _unknown(id_)
+            own = [digest for (digest,) in self._database.rows(_OWN, id_)]
+            return self._change(change, self._digests([id_]), own)
+
+    def pin(self, id_: str) -> None:
+        """Spare the document's chunks from evictions, now and when they are stored later, by every process.
+
+        Raises:
+            InputError: there is no such document.
+        """
+        self._set_pinned(id_, True)
+
+    def unpin(self, id_: str) -> None:
+        """Let the document's chunks be evicted again; raises as `pin` does."""
+        self._set_pinned(id_, False)
+
+    def _set_pinned(self, id_: str, pinned: bool) -> None:
+        def change() -> int:
+            with self._database.transaction() as transaction:
+                return transaction.execute("UPDATE documents SET pinned = ? WHERE id = ?", (pinned, id_)).rowcount
+
+        with self._nvme.exclusive():
+            if not self._nvme.on_full_disk_too(change):
+                raise _unknown(id_)
+
+    def _digests(self, ids: Iterable[str]) -> list[str]:
+        """Digests of the chunks of these documents, each once."""
+        query = "SELECT digest FROM document_chunks WHERE document = ?"
+        return list(dict.fromkeys(digest for id_ in ids for (digest,) in self._database.rows(query, id_)))
+
+    def _change(
+        self, change: Callable[[sqlite3.Connection], None], digests: Sequence[str], own: Sequence[str] | None = None
+    ) -> int:
+        """Change documents, and remove the KV of those chunks that no document has then, in one transaction.
+
+        Args:
+            change: changes the rows of documents.
+            digests: the chunks that may have lost their last document.
+            own: the entries that go in any case, where the change frees room; see `on_full_disk_too`.
+
+        Returns:
+            How many of the chunks no document has.
+        """
+
+        def commit() -> list[str]:
+            with self._database.transaction() as transaction:
+                change(transaction)
+                used = "SELECT 1 FROM document_chunks WHERE digest = ? LIMIT 1"
+                unused = [digest for digest in digests if transaction.execute(used, (digest,)).fetchone() is None]
+                transaction.executemany("DELETE FROM entries WHERE digest = ?", ((digest,) for digest in unused))
+                return unused
+
+        with self._nvme.changing(digests):
+            dropped = commit() if own is None else self._nvme.on_full_disk_too(commit, own)
+            self._forget(dropped)
+        return len(dropped)
+
+
+def _unknown(id_: str) -> InputError:
+    return InputError(f"the store knows no document {id_!r}; `cacheblend documents ls` lists them")
+
+
+def _document(row: tuple[str, str, int, int, int, int, int, int, int]) -> StoredDocument:
+    id_, version, pinned, *counts = row
+    return StoredDocument(id_, version, bool(pinned), *counts)

@@ -221,31 +221,21 @@ def write_files(files: Sequence[NewFile]) -> None:
         StoreDirectoryError: the files cannot be written.
 
     """
-    with ExitStack() as opened:
-        written: list[tuple[NewFile, int]] = []
-        for file in files:
-            with _errors(file.final):
-                fd = os.open(file.temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
-                opened.callback(os.close, fd)
-                _write_file(fd, file)
-                written.append((file, fd))
-        for file, fd in written:
-            with _errors(file.final):
-                os.fsync(fd)
-    for file in files:
-        with _errors(file.final):
-            os.replace(file.temporary, file.final)
-    for folder in dict.fromkeys(file.final.parent for file in files):
-        with _errors(folder):
-            sync_folder(folder)
-
-
-@contextmanager
-def _errors(path: Path) -> Iterator[None]:
     try:
-        yield
+        with ExitStack() as opened:
+            fds: list[int] = []
+            for file in files:
+                fds.append(os.open(file.temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE))
+                opened.callback(os.close, fds[-1])
+                _write_file(fds[-1], file)
+            for fd in fds:
+                os.fsync(fd)
+        for file in files:
+            os.replace(file.temporary, file.final)
+        for folder in dict.fromkeys(file.final.parent for file in files):
+            sync_folder(folder)
     except OSError as error:
-        raise write_error(path, error) from error
+        raise write_error(files[0].final, error) from error
 
 
 def _write_file(fd: int, file: NewFile) -> None:
@@ -276,19 +266,13 @@ def make_direct(fd: int) -> None:
         OSError: the file system or the system has none such.
 
     """
-    if hasattr(os, "O_DIRECT"):
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
-    elif (no_cache := getattr(fcntl, "F_NOCACHE", None)) is not None:
-        fcntl.fcntl(fd, no_cache, 1)
-    else:
+    if not hasattr(os, "O_DIRECT"):  # macOS, for one
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
 
 
 def leave_direct(fd: int) -> bool:
-    """Go through the page cache from now on: after a write that was cut short, or with larger blocks; False if so before.
-
-    With F_NOCACHE there are no blocks to keep to, and nothing to leave.
-    """
+    """Go through the page cache from now on: after a write that was cut short, or with larger blocks; False if so before."""
     if not hasattr(os, "O_DIRECT"):
         return False
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)

@@ -12,14 +12,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
 
 from cacheblend.base.errors import RemoteError, StoreError, StoreFullError
 
-from .catalog import CatalogEntry
+from .catalog import CatalogEntry, DocumentTable
 from .chunk import ChunkKey, ChunkKV
 from .config import StoreConfig
-from .document_table import DocumentTable
 from .entry import EncodedEntry
 from .layout import StoreFolder
 from .nvme_tier import NvmeTier, VerifyReport
@@ -29,14 +27,6 @@ from .write_queue import DocumentVersion, PendingWrite, WriteQueue
 
 logger = logging.getLogger(__name__)
 _MISSES, _FAILED_WRITES = "misses", "failed_writes"
-
-
-class SharedEntries(NamedTuple):
-    """Outcome of `KVStore.share`: the entries sent, their bytes, and the keys that neither side has."""
-
-    entries: int
-    bytes: int
-    lost: list[ChunkKey]
 
 
 class KVStore:
@@ -60,14 +50,7 @@ class KVStore:
         *cached, (_, nvme_budget) = config.budgets().items()
         self._caches: tuple[CacheTier, ...] = tuple(CACHE_TIERS[name](budget, self._pins) for name, budget in cached)
         self._remote = self._open_remote()
-        try:
-            self._nvme = NvmeTier(
-                StoreFolder(Path(config.directory)), nvme_budget, self._pins, direct_reads=config.direct_reads
-            )
-        except BaseException:
-            if self._remote is not None:
-                self._remote.close()
-            raise
+        self._nvme = NvmeTier(StoreFolder(Path(config.directory)), nvme_budget, self._pins, direct_reads=config.direct_reads)
         self._tiers: tuple[KVTier, ...] = (*self._caches, self._nvme)
         self._queue = WriteQueue(config.write_queue_bytes)
         self._counting = threading.Lock()
@@ -96,10 +79,9 @@ class KVStore:
             StoreFullError: the disk is full, or the NVMe budget less what is pinned has no room.
             StoreDirectoryError: the folder cannot be written.
         """
-        self._check_open()
         # 1. What is stored already is used.
         digest = key.digest
-        if digest in self._nvme:
+        if digest in self._live:
             for tier in self._caches:
                 tier.open(digest)
             self._nvme.catalog.touch(digest)
@@ -136,8 +118,7 @@ class KVStore:
 
     def __contains__(self, key: ChunkKey) -> bool:
         """Whether NVMe has the key, or will, unless its file is damaged; reads no file and is not a use. See `fetch`."""
-        self._check_open()
-        return key.digest in self._queue or key.digest in self._nvme
+        return key.digest in self._queue or key.digest in self._live
 
     def fetch(self, keys: Iterable[ChunkKey], deadline_s: float) -> int:
         """Fetch entries that nothing but the remote tier has, side by side; they are readable here as soon as they come.
@@ -165,8 +146,8 @@ class KVStore:
         there = self._remote.contains(key.digest for key, is_here in zip(keys, here, strict=True) if not is_here)
         return [is_here or key.digest in there for key, is_here in zip(keys, here, strict=True)]
 
-    def share(self, keys: Iterable[ChunkKey]) -> SharedEntries:
-        """Send the remote tier, now, those of some entries that it lacks.
+    def share(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
+        """Send the remote tier, now, those of some entries that it lacks; returns the keys that neither side has.
 
         Raises:
             RemoteError: there is no remote tier, or it refuses an entry, or does not answer.
@@ -176,16 +157,15 @@ class KVStore:
             raise RemoteError("the store has no remote tier")
         keys = list(dict.fromkeys(keys))
         there = self._remote.contains(key.digest for key in keys)
-        sent, sent_bytes, lost = 0, 0, list[ChunkKey]()
+        lost: list[ChunkKey] = []
         for key in keys:
             if key.digest in there:
                 continue
             if (entry := self._nvme.load(key.digest, is_use=False)) is None:
                 lost.append(key)
-                continue
-            self._remote.send(entry)
-            sent, sent_bytes = sent + 1, sent_bytes + entry.nbytes
-        return SharedEntries(sent, sent_bytes, lost)
+            else:
+                self._remote.send(entry)
+        return lost
 
     @contextmanager
     def pin(self, keys: Iterable[ChunkKey]) -> Iterator[list[Placement | None]]:
@@ -215,8 +195,7 @@ class KVStore:
 
         The remote tier deletes in the background, in a few attempts; an entry that outlasts them and this process stays there.
         """
-        self._check_open()
-        with self._nvme.exclusive():
+        with self._live.exclusive():
             waits = key.digest in self._queue
             removed = self._nvme.remove([key.digest])
             self._forget_everywhere([key.digest])
@@ -228,8 +207,7 @@ class KVStore:
         Documents stay known, so that what is stored of them later is still pinned, and dropped with them. The remote tier keeps
         what it has.
         """
-        self._check_open()
-        with self._nvme.exclusive():
+        with self._live.exclusive():
             self._queue.discard()
             self._nvme.clear()
             for tier in self._caches:
@@ -240,19 +218,16 @@ class KVStore:
 
         Use it for outside changes that must be consistent with one of the store's: every writer waits meanwhile.
         """
-        self._check_open()
-        return self._nvme.exclusive()
+        return self._live.exclusive()
 
     def release_reserve(self) -> bool:
         """Give up the room on the disk that is reserved for removals, for a removal beside this store; False if it is gone."""
-        self._check_open()
-        return self._nvme.release_reserve()
+        return self._live.release_reserve()
 
     @property
     def documents(self) -> DocumentTable:
         """The documents that the chunks belong to."""
-        self._check_open()
-        return DocumentTable(self._nvme, self._forget_everywhere)
+        return DocumentTable(self._live, self._forget_everywhere)
 
     @property
     def has_remote(self) -> bool:
@@ -261,8 +236,7 @@ class KVStore:
 
     def ls(self) -> list[CatalogEntry]:
         """Every entry on NVMe, the least recently used first."""
-        self._check_open()
-        return list(self._nvme.catalog.entries())
+        return list(self._live.catalog.entries())
 
     def verify(self, *, repair: bool = False, on_progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Check every file, header, layer and row; with `repair`, repair what can be. See `VerifyReport`.
@@ -271,8 +245,7 @@ class KVStore:
             repair: change what is wrong.
             on_progress: called with entries done and entries in all.
         """
-        self._check_open()
-        report = self._nvme.verify(repair=repair, on_progress=on_progress)
+        report = self._live.verify(repair=repair, on_progress=on_progress)
         if repair:
             self._forget(self._nvme.shrink())
         return report
@@ -359,6 +332,11 @@ class KVStore:
         if self._closed:
             raise StoreError(f"the store at {self.config.directory} is closed")
 
+    @property
+    def _live(self) -> NvmeTier:
+        self._check_open()
+        return self._nvme
+
     def _count(self, name: str) -> None:
         with self._counting:
             self._counts[name] += 1
@@ -401,7 +379,8 @@ class KVStore:
         """Let go of what was deleted, in the remote tier too."""
         digests = list(digests)
         if self._remote is not None:
-            self._remote.delete(digests)  # before: a fetch from now on finds none, and what an earlier one brings is let go
+            for digest in digests:  # before `_forget`: no fetch finds it from now on, and what an earlier one brings goes
+                self._remote.put(digest, None)
         self._forget(digests)
 
     def _is_worth_a_copy(self, placement: Placement) -> bool:
@@ -425,7 +404,7 @@ class KVStore:
             if write.digest in self._nvme:
                 self._cache(write.entry)
                 if self._remote is not None and not write.is_copy:
-                    self._remote.put(write.entry)
+                    self._remote.put(write.digest, write.entry)
                 self._queue.end(write.digest, True)
             else:  # its document is gone
                 self._forget([write.digest])

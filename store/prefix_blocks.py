@@ -5,7 +5,6 @@ Shapes: L layers of one window, H KV heads, T tokens that a layer keeps of a blo
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import struct
 import threading
@@ -211,31 +210,6 @@ class _Part:
     users: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixStats:
-    """Content now, and counts since the start.
-
-    Args:
-        parts: blocks held, each counted once a kind of layer (full, or of one window).
-        bytes: of their keys and values.
-        budget_bytes: at most so many.
-        lookups: prompts that were looked up.
-        hits: those of which at least one block was found.
-        evictions: parts that made room for others.
-    """
-
-    parts: int
-    bytes: int
-    budget_bytes: int
-    lookups: int
-    hits: int
-    evictions: int
-
-    def as_dict(self) -> dict[str, int]:
-        """Plain numbers, for JSON."""
-        return dataclasses.asdict(self)
-
-
 class PrefixBlocks:
     """Full blocks of 16 tokens by their chained hash, up to a byte budget. Thread-safe.
 
@@ -312,11 +286,14 @@ class PrefixBlocks:
             self._release(names, digests)
             return done
 
-    def stats(self) -> PrefixStats:
-        """Numbers of held parts and bytes, look-ups, hits and evictions."""
+    def stats(self) -> dict[str, int]:
+        """Parts held (blocks, each counted once a kind of layer), their bytes and the budget; counts since the start.
+
+        `lookups` counts prompts, `hits` those of which at least one block was found, `evictions` parts that made room.
+        """
         with self._lock:
-            counts = self._lookups, self._hits, self._evictions
-            return PrefixStats(len(self._parts), self._bytes, self.budget_bytes, *counts)
+            held = {"parts": len(self._parts), "bytes": self._bytes, "budget_bytes": self.budget_bytes}
+            return held | {"lookups": self._lookups, "hits": self._hits, "evictions": self._evictions}
 
     def _longest(self, chains: Sequence[BlockChain], most: int) -> list[bytes]:
         """Hashes of the longest run that all kinds of layers have what they need of."""

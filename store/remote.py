@@ -352,14 +352,22 @@ class RemoteTier:
             answer.cancel()
         return {answers[answer] for answer in answered if answer.exception() is None and answer.result()}
 
-    def put(self, entry: EncodedEntry) -> None:
-        """Have an entry sent; it is not copied."""
-        self._change(entry.info.key.digest, entry)
+    def put(self, digest: str, entry: EncodedEntry | None) -> None:
+        """Have an entry sent, which is not copied, or removed for None, in place of an earlier change of it.
 
-    def delete(self, digests: Iterable[str]) -> None:
-        """Have entries removed, and not sent any more; `fetch` finds none of them meanwhile."""
-        for digest in digests:
-            self._change(digest, None)
+        `fetch` finds none that waits to be removed.
+        """
+        with self._changed:
+            waiting_bytes = sum(one.nbytes for one in self._changes.values() if one is not None)
+            has_room = len(self._changes) < MAX_CHANGES and (entry is None or waiting_bytes + entry.nbytes <= self._queue_bytes)
+            if not self._is_sending or not (has_room or digest in self._changes):
+                self._counts["dropped_writes"] += 1
+                return
+            self._changes[digest] = entry
+            if self._sender is None:
+                self._sender = threading.Thread(target=self._send_all, name="cacheblend-remote-writes", daemon=True)
+                self._sender.start()
+            self._changed.notify_all()
 
     def send(self, entry: EncodedEntry) -> None:
         """Send an entry now.
@@ -404,7 +412,7 @@ class RemoteTier:
             self._changes.clear()
             self._changed.notify_all()
         if left:
-            logger.warning("%d changes were not sent to the remote tier; `cacheblend store push` sends what is stored", left)
+            logger.warning("%d changes were not sent to the remote tier", left)
         self._writer.shutdown(wait=False, cancel_futures=True)
         self._backend.close()
 
@@ -452,20 +460,6 @@ class RemoteTier:
             with self._changed:
                 self._arrivals.pop(digest, None)
         return False
-
-    def _change(self, digest: str, entry: EncodedEntry | None) -> None:
-        """Have a change made, in place of an earlier one of the same entry."""
-        with self._changed:
-            waiting_bytes = sum(one.nbytes for one in self._changes.values() if one is not None)
-            has_room = len(self._changes) < MAX_CHANGES and (entry is None or waiting_bytes + entry.nbytes <= self._queue_bytes)
-            if not self._is_sending or not (has_room or digest in self._changes):
-                self._counts["dropped_writes"] += 1
-                return
-            self._changes[digest] = entry
-            if self._sender is None:
-                self._sender = threading.Thread(target=self._send_all, name="cacheblend-remote-writes", daemon=True)
-                self._sender.start()
-            self._changed.notify_all()
 
     def _send_all(self) -> None:
         """Make one change after the other, in their order, until the tier is closed."""

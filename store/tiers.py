@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from .entry import EncodedEntry, EntryInfo
 
 if TYPE_CHECKING:
     from .remote import RemoteStats
+
+T = TypeVar("T")
 
 
 class Pins:
@@ -312,8 +314,7 @@ class Placement:
         needed = (2, kv_heads, len(self._info.token_ids), head_dim * self._info.dtype.itemsize)
         check_shape(str(self.key), layer, needed, to_2HTB)
         if self._is_raw:
-            with self._reporting(layer):
-                entry.read_layer_into(layer, to_2HTB)
+            self._report(layer, entry.read_layer_into, to_2HTB)
         else:
             for to_HTB, x_HTD in zip(to_2HTB, self.read_layer(layer), strict=True):
                 np.copyto(to_HTB, host_bytes(x_HTD.contiguous()))
@@ -339,14 +340,11 @@ class Placement:
         return self._info.key.codec == "raw"
 
     def _read_encoded(self, layer: int) -> torch.Tensor:
-        entry = self.entry
-        with self._reporting(layer):
-            return entry.read_layer(layer)
+        return self._report(layer, self.entry.read_layer)
 
-    @contextmanager
-    def _reporting(self, layer: int) -> Iterator[None]:
+    def _report(self, layer: int, read: Callable[..., T], *to: Bytes) -> T:
         try:
-            yield
+            return read(layer, *to)
         except DamagedEntryError:
             self._tier.set_aside(self.key.digest, [layer])
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -70,7 +70,7 @@ class WriteQueue:
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._generation = self._all_discarded_at = 0
-        self._discarded_at: OrderedDict[str, int] = OrderedDict()
+        self._discarded_at: dict[str, int] = {}
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._writes
@@ -147,11 +147,10 @@ class WriteQueue:
             if digests is None:
                 self._all_discarded_at = self._generation
             digests = list(self._writes if digests is None else digests)
-            for digest in digests:
-                self._discarded_at[digest] = self._generation
-                self._discarded_at.move_to_end(digest)
-            while len(self._discarded_at) > MAX_DISCARDED:  # what is forgotten counts for all
-                self._all_discarded_at = max(self._all_discarded_at, self._discarded_at.popitem(last=False)[1])
+            self._discarded_at |= dict.fromkeys(digests, self._generation)
+            if len(self._discarded_at) > MAX_DISCARDED:  # what is forgotten counts for all
+                self._all_discarded_at = self._generation
+                self._discarded_at.clear()
         for digest in digests:
             self.end(digest, False)
 

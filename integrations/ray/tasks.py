@@ -197,7 +197,7 @@ def share(store: KVStore, encoder: DocumentEncoder, batch: EncodedBatch, pauses_
     store.flush_remote(store.config.remote_timeout_s)
     for pause_s in (*pauses_s, None):
         try:
-            lost = store.share(batch.distinct_keys).lost
+            lost = store.share(batch.distinct_keys)
             if not lost:
                 return
             failure = RemoteError(f"{len(lost)} chunks were evicted from the disk before the remote tier had them")

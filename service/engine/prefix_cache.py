@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cacheblend.blend import Fusor, KVGeometry, LayerKV, LayerSource, Prompt
-from cacheblend.store import BLOCK_TOKENS, BlockChain, LayerPair, PrefixBlocks, PrefixRun, PrefixStats, chain_root
+from cacheblend.store import BLOCK_TOKENS, BlockChain, LayerPair, PrefixBlocks, PrefixRun, chain_root
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
@@ -56,7 +56,7 @@ class PrefixCache:
         with self._blocks.match(token_ids[:limit], chains) as run:
             yield CachedPrefix(self._blocks, chains, run)
 
-    def stats(self) -> PrefixStats:
+    def stats(self) -> dict[str, int]:
         """Numbers of held parts and bytes, look-ups, hits and evictions."""
         return self._blocks.stats()
 

@@ -147,7 +147,7 @@ async def store(request: Request) -> dict[str, Any]:
             "object": "store",
             **engine.store.stats().as_dict(),
             "precomputes_waiting": engine.background.waiting,
-            "prefix": engine.prefixes.stats().as_dict(),
+            "prefix": engine.prefixes.stats(),
             "quality": server.scheduler.quality(request.state.tenant),
             "prediction": engine.predict(chunks).as_dict(),
             "examples": read_examples(Path(engine.config.store_dir)),

@@ -119,8 +119,8 @@ def test_against_a_plain_model(windows: tuple[int | None, ...], budget_parts: in
         plain.insert(names, found)
         insert(blocks, letters, found, digests)
         stats = blocks.stats()
-        assert (stats.parts, stats.bytes) == (len(plain.held), plain.bytes)
-        assert stats.bytes <= budget_bytes
+        assert (stats["parts"], stats["bytes"]) == (len(plain.held), plain.bytes)
+        assert stats["bytes"] <= budget_bytes
     assert not [part for part in blocks._parts.values() if part.users]
 
 
@@ -147,4 +147,4 @@ def test_threads() -> None:
         thread.join()
     assert not errors
     assert not [part for part in blocks._parts.values() if part.users]
-    assert blocks.stats().bytes <= 12 * LAYER_BYTES
+    assert blocks.stats()["bytes"] <= 12 * LAYER_BYTES

@@ -148,9 +148,9 @@ def test_share_sends_what_the_remote_lacks(url: str, open_shared: OpenShared) ->
     for key, kv in CHUNKS[:3]:
         alone.put(key, kv)
     assert (stats_of(alone).sent, stats_of(alone).dropped_writes) == (0, 3)
-    assert alone.share(KEYS[:2]).entries == 2
-    sent, _, lost = alone.share(KEYS)
-    assert (sent, lost) == (1, KEYS[3:])
+    assert alone.share(KEYS[:2]) == []
+    assert alone.share(KEYS) == KEYS[3:]
+    assert stats_of(alone).sent == 3
     assert open_shared("b", url).fetch(KEYS, LONG_S) == 3
 
 
@@ -403,10 +403,10 @@ def test_the_last_change_counts() -> None:
     backend.may_answer.clear()
     tier = tier_of(backend, queue_bytes=2 * ENTRIES[0].nbytes)
     for entry in ENTRIES[:2]:
-        tier.put(entry)
-    tier.delete([KEYS[1].digest])
-    tier.put(ENTRIES[2])
-    tier.put(ENTRIES[3])
+        tier.put(entry.info.key.digest, entry)
+    tier.put(KEYS[1].digest, None)
+    tier.put(KEYS[2].digest, ENTRIES[2])
+    tier.put(KEYS[3].digest, ENTRIES[3])
     assert (tier.stats().pending_writes, tier.stats().dropped_writes) == (3, 1)
     assert tier.fetch([KEYS[1].digest], lambda _: True) == []
     backend.may_answer.set()
@@ -437,7 +437,7 @@ def test_changes_wait_for_the_end_of_an_outage() -> None:
     with pytest.raises(RemoteError) as refused:
         tier.send(ENTRIES[0])
     assert "password" not in str(refused.value)
-    tier.put(ENTRIES[1])
+    tier.put(KEYS[1].digest, ENTRIES[1])
     wait_until(lambda: backend.calls.count("put") > 1)
     backend.is_down = False
     assert tier.flush(LONG_S)
@@ -450,8 +450,8 @@ def test_a_closed_tier_neither_fetches_nor_sends() -> None:
     backend = FakeBackend()
     tier = tier_of(backend)
     backend.may_answer.clear()
-    tier.put(ENTRIES[0])
-    tier.put(ENTRIES[1])
+    tier.put(KEYS[0].digest, ENTRIES[0])
+    tier.put(KEYS[1].digest, ENTRIES[1])
     tier.close()
     assert tier.stats().dropped_writes >= 1
     assert tier.fetch([KEYS[0].digest], lambda _: True) == []

@@ -26,7 +26,6 @@ from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.document_sources import DocumentStream
 from cacheblend.service.engine.ingest import DocumentEncoder, EncodedBatch
 from cacheblend.store import ChunkKey, KVStore, StoreConfig
-from cacheblend.store.kv_store import SharedEntries
 
 DOCUMENTS = [Document(id=f"d{number}", title="", text=f"words of {number} that are many and more") for number in range(3)]
 PAUSES_S = (0.0, 0.0, 0.0)
@@ -197,7 +196,7 @@ def test_a_remote_that_is_away(
     """
     own, refusals = engine.store.share, [True] * 7
 
-    def refuse(keys: list[ChunkKey]) -> SharedEntries:
+    def refuse(keys: list[ChunkKey]) -> list[ChunkKey]:
         if refusals and refusals.pop():
             raise RemoteError("away for a moment")
         return own(keys)

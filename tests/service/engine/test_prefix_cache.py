@@ -193,7 +193,7 @@ class TestBlend:
         for _ in range(2):
             answer = ask(engine, layout, "blend", num_chunks=2)
             assert len(answer.token_ids) > BLOCK_TOKENS
-            assert engine.prefixes.stats().parts == len(layout.prefix) // BLOCK_TOKENS > 0
+            assert engine.prefixes.stats()["parts"] == len(layout.prefix) // BLOCK_TOKENS > 0
         assert kinds(answer) == ["exact", "fresh", "reused", "reused", "fresh"]
 
     @pytest.mark.parametrize(
