@@ -33,11 +33,7 @@ Pieces = Generator[tuple[str, Done | None], None, None]
 
 
 class EngineChat:
-    """Answers chats over an engine's stored KV. Thread-safe; it holds no thread and nothing to close.
-
-    Args:
-        engine: open.
-    """
+    """Answers chats over an open engine's stored KV. Thread-safe; it holds no thread and nothing to close."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -46,12 +42,9 @@ class EngineChat:
     def stream(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Pieces:
         """Yield the answer's text as its tokens come, with None, and at last the remaining text with the finished request.
 
-        The caller's thread runs the model, a token a step; closing the generator before its end frees everything.
-
-        Args:
-            messages: the chat.
-            options: of `OPTIONS`; the engine's are used for those that are None or missing. `stop` ends the answer, a string or
-                several. `documents` are put before the last message; without them chunks are looked for in the messages.
+        The caller's thread runs the model, a token a step; closing the generator before its end frees everything. Options
+        are those of `OPTIONS`, the engine's where they are None or missing: `stop` ends the answer, a string or several;
+        `documents` are put before the last message, and without them chunks are looked for in the messages.
 
         Raises:
             InputError: an option that is not known, or see `Engine.prepare`.
@@ -158,15 +151,10 @@ def chunk_metadata(found: ScoredChunk) -> dict[str, Any]:
 
 
 def message_of(role: str | None, kind: str, texts: Sequence[object]) -> Message:
-    """A framework's message.
-
-    Args:
-        role: "system", "user" or "assistant"; None for another one.
-        kind: the framework's own name of it.
-        texts: its parts; a part that is no text is None.
+    """A framework's message of a kind: its role, None for one that is no chat's, and its parts, None for one that is no text.
 
     Raises:
-        InputError: the role is another one, or a part is no text.
+        InputError: the role or a part is None.
     """
     if role is None:
         raise InputError(f"a {kind} message cannot be answered; give system, user and assistant messages")

@@ -104,15 +104,10 @@ class ChatCacheBlend(BaseChatModel):
     def with_structured_output(
         self, schema: dict[str, Any] | type, *, include_raw: bool = False, **kwargs: Any
     ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
-        """The model whose answers are held to a schema and parsed.
-
-        Args:
-            schema: a pydantic class, a TypedDict or a JSON schema.
-            include_raw: give `{"raw": message, "parsed": value or None, "parsing_error": error or None}`.
-            kwargs: `method="json_schema"`, the only way there is, and `strict`, which it always is.
+        """The model whose answers are held to a schema and parsed: a pydantic class, a TypedDict or a JSON schema.
 
         Raises:
-            InputError: another method.
+            InputError: a `method` other than "json_schema", or another option than `strict`, which it always is.
             MissingExtraError: when asked, where `llguidance` is not installed.
         """
         if kwargs.pop("method", "json_schema") != "json_schema" or kwargs.keys() - {"strict"}:

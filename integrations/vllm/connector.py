@@ -136,9 +136,12 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
         if role == KVConnectorRole.SCHEDULER:
             self._store = KVStore(self._config.store_config(workers=2**20))  # asked what is stored; nothing is read here
             hashed = kv_cache_config.hash_block_size or self._block_size
-            prefix_tokens = self._config.prefix_tokens(_geometry(vllm_config), vllm_config.parallel_config.tensor_parallel_size)
+            model, parallel = vllm_config.model_config, vllm_config.parallel_config
+            layers, heads = model.get_num_layers(parallel), model.get_num_kv_heads(parallel)  # of one worker
+            geometry = KVGeometry(layers, heads, model.get_head_size(), model.dtype, torch.device("cpu"))
+            prefix_tokens = self._config.prefix_tokens(geometry, parallel.tensor_parallel_size)
             ratio = self._config.engine.loader.quality_ratio
-            naming = self._config.naming(vllm_config.model_config)
+            naming = self._config.naming(model)
             self._scheduler = BlendScheduler(naming, self._store.find, ratio, hashed, prefix_tokens)
 
     # The scheduler's side, in the order in which vLLM calls it.
@@ -264,11 +267,7 @@ def check_against_engine(worker: Any, fusor: Fusor, pages: Pages) -> None:
 
     The engine prefills it by itself; then each prompt is blended into pages at ratio 1.0 and, with a first half that is
     contextually exact, at ratio 0, where rotated stored keys are read; and the engine runs the last token over those.
-
-    Args:
-        worker: vLLM's, with model and pages, before the first request.
-        fusor: over its model.
-        pages: its pages.
+    `worker` is vLLM's, with model and pages, before the first request.
 
     Raises:
         UnsupportedModelError: they differ, or the model does not run layer by layer.
@@ -347,13 +346,6 @@ def _compare(name: str, dtype: torch.dtype, exact: dict[int, float], blended: di
             f"{name} cannot be blended in this vLLM: at ratio {ratio}, where blending must be exact, log probabilities of the "
             f"next token are off by {off:.3g} (allowed: {allowed:g})"
         )
-
-
-def _geometry(vllm_config: Any) -> KVGeometry:
-    """Shape of a layer's KV in one worker, as vLLM's configuration has it."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    layers, heads = model.get_num_layers(parallel), model.get_num_kv_heads(parallel)
-    return KVGeometry(layers, heads, model.get_head_size(), model.dtype, torch.device("cpu"))
 
 
 def _trouble(vllm_config: Any, kv_cache_config: Any) -> str:

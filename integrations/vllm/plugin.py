@@ -15,20 +15,11 @@ SUPPORTED = "0.32"  # the minor version whose internals `runner` and `connector`
 KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}  # of oneDNN, and of PyTorch over it
 
 
-def check_version(installed: str) -> None:
-    """Refuse a version of vLLM that this connector was not tested with.
-
-    Raises:
-        UnsupportedModelError: the version is another one.
-    """
-    if not f"{installed}.".startswith(f"{SUPPORTED}."):
-        raise UnsupportedModelError(
-            f"{CONNECTOR} works in vLLM {SUPPORTED}, and this is {installed}: install that one or another version of cacheblend"
-        )
-
-
 def register() -> None:
-    """Called by vLLM in each of its processes, possibly several times; nothing changes for those without the connector."""
+    """Called by vLLM in each of its processes, possibly several times; nothing changes for those without the connector.
+
+    A worker with the connector raises UnsupportedModelError in a vLLM that the connector was not tested with.
+    """
     from vllm import __version__
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.v1.worker.gpu_worker import Worker
@@ -51,7 +42,9 @@ def register() -> None:
     def initialize_from_config(self: Any, kv_cache_config: Any) -> None:
         own(self, kv_cache_config)
         if (connector := _connector()) is not None:
-            check_version(__version__)
+            if not f"{__version__}.".startswith(f"{SUPPORTED}."):
+                why = f"{CONNECTOR} works in vLLM {SUPPORTED}, and this is {__version__}"
+                raise UnsupportedModelError(f"{why}: install that version, or another one of cacheblend")
             connector.attach(self)
 
     Worker.__init__ = limit_kernels

@@ -44,7 +44,7 @@ class PromptMarker:
 
     Args:
         tokenizer: the model's.
-        config: the connector's: instruction, separator, size of chunks.
+        config: instruction, separator, size of chunks.
         max_positions: of the model.
     """
 
@@ -138,14 +138,7 @@ def windows(chunks: Sequence[Chunk], naming: ChunkNaming, max_positions: int | N
 
 @dataclass(frozen=True, slots=True)
 class RunningEngine:
-    """The running vLLM, for the routes.
-
-    Args:
-        marker: of its model.
-        naming: of its chunks' KV.
-        max_positions: of its model; None where nothing bounds it.
-        call: vLLM's `collective_rpc`.
-    """
+    """The running vLLM: a marker and the naming of its model, the model's positions (None: any), and `collective_rpc`."""
 
     marker: PromptMarker
     naming: ChunkNaming

@@ -36,7 +36,7 @@ class Marks:
     Args:
         chunks: (start, stop) token positions of each chunk, in order, without overlap.
         documents: the number of the document that each chunk is of, where chunks of one document stand in its order; a chunk's
-            KV is then computed after the ones before it.
+            KV is then computed after the ones before it. Without numbers every chunk is a document of its own.
         ratio: recompute ratio, 0..1; None for the connector's.
     """
 
@@ -47,8 +47,6 @@ class Marks:
     @classmethod
     def read(cls, params: Any, prompt_tokens: int) -> Marks:
         """The marks in `kv_transfer_params["cacheblend"]`: `{"chunks": [[start, stop], ...], "ratio": 0.14}`.
-
-        Without `documents` every chunk is a document of its own.
 
         Raises:
             InputError: they are not of that form, or do not fit the prompt.
@@ -72,12 +70,7 @@ class Marks:
         return cls(spans, tuple(documents) or tuple(range(len(spans))), None if ratio is None else float(ratio))
 
     def salt(self, ratio: float, context: str) -> bytes:
-        """Salt of blocks blended with these marks, which separates them from exact ones and those of other marks.
-
-        Args:
-            ratio: the one that the prompt is blended with, or the least one where the marks name none.
-            context: names what chunks' KV is computed after.
-        """
+        """Salt of blocks blended with these marks at a ratio after a context: exact ones and others have other names."""
         named = [ratio, self.ratio is None, self.chunks, self.documents, context]
         return hashlib.sha256(json.dumps(named).encode()).digest()
 

@@ -39,20 +39,13 @@ BUSY_STEPS_A_MISS = 64  # beside running requests a missed chunk is computed no 
 # A layer's cost that grows with the prompt and not with its rows: for so many tokens KV is copied, rotated and written in the
 # time of one row.
 TOKENS_OF_A_ROW = 16
-SLOW_LOADING = "slow_loading"  # why a prompt is left to vLLM whose stored KV would come no sooner than it is computed
 # Many requests share what stands before the first chunk (a system message): from this length on its KV is held.
 MIN_PREFIX_TOKENS = 64
 Report = dict[str, Any]
 
 
 class Pages:
-    """vLLM's paged KV cache, written by each attention backend's own function, which knows its layout and scales.
-
-    Args:
-        attentions: vLLM's attention modules, in the order of the layers.
-        block_size: tokens of a page.
-        device: of the pages.
-    """
+    """vLLM's paged KV cache, written by the function of each layer's attention, which knows its layout and scales."""
 
     def __init__(self, attentions: Sequence[Any], block_size: int, device: torch.device) -> None:
         self._attentions, self._block_size, self._device = attentions, block_size, device
@@ -223,7 +216,7 @@ class BlendWorker:
                 if plan.predicted is not None and self._controller is not None:
                     self._controller.record(plan.predicted, load_s=0.0, compute_s=None)  # its corrections fade
                 self._miss(plan.misses)
-                return {"blended": False, "reason": SLOW_LOADING}
+                return {"blended": False, "reason": "slow_loading"}  # the stored KV would come no sooner than it is computed
             # 3. Blend it, each finished layer straight into the pages.
             segments = [Segment(segment.token_ids, segment.kv, segment.exact) for segment in plan.segments]
             config, sink = (
@@ -302,14 +295,9 @@ class BlendWorker:
             return
 
     def precompute(self, chunks: Sequence[tuple[int, ...]], which: Sequence[int], namespace: str) -> tuple[int, int]:
-        """Compute and store the KV of some of a document's chunks.
+        """Compute and store the KV of a document's chunks at ascending indexes, for a namespace, "" for everybody's.
 
-        What of a call all ranks do together does not depend on what one of them stores, or cannot.
-
-        Args:
-            chunks: the token ids of the document's chunks, in its order.
-            which: ascending indexes of the wanted ones.
-            namespace: whose they are; empty for everybody's.
+        What all ranks do together does not depend on what one of them stores, or cannot.
 
         Returns:
             How many chunks are stored now that were not; and how many are left, since too much waits to be written: the

@@ -21,6 +21,8 @@ import pytest
 import uvicorn
 from make_random_model import CHAT_TEMPLATE, ModelShape, python_help, train_tokenizer
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -254,24 +256,16 @@ def test_without_the_connector_nothing_is_changed(client: TestClient, routes: Bl
     assert routes.engine is None
 
 
-class _KeyCheck:
-    """As vLLM's `--api-key` does."""
-
-    def __init__(self, app: Any) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and Request(scope).headers.get("authorization") != f"Bearer {KEY}":
-            refused: Response = JSONResponse({"error": "Unauthorized"}, 401)
-            return await refused(scope, receive, send)
-        return await self._app(scope, receive, send)
-
-
 @pytest.fixture
 def url(routes: BlendRoutes) -> Iterator[str]:
     """Address of a server with the routes, until the test ends."""
-    app = Starlette()
-    app.add_middleware(_KeyCheck)
+
+    async def check_key(request: Request, call_next: Any) -> Response:
+        """As vLLM's `--api-key` does."""
+        is_right = request.headers.get("authorization") == f"Bearer {KEY}"
+        return await call_next(request) if is_right else JSONResponse({"error": "Unauthorized"}, 401)
+
+    app = Starlette(middleware=[Middleware(BaseHTTPMiddleware, dispatch=check_key)])
     routes.attach_router(app)
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
         process = uvicorn.Server(uvicorn.Config(app, log_config=None, ws="none", lifespan="off"))
