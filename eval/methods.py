@@ -11,17 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from cacheblend.blend import ChunkContext, FusionConfig, FusionResult, Fusor, Segment
+from cacheblend.blend import ChunkContext, FusionConfig, FusionResult, Fusor, Segment, SequenceKV
 from cacheblend.blend.fusor import NO_CONTEXT
 from cacheblend.blend.precompute import DOCUMENT_TOKENS
 from cacheblend.eval.data import Request
 from cacheblend.service.engine.chunk_context import chunk_context
+from cacheblend.service.engine.decoding import Decoding, Sampling
 from cacheblend.service.engine.prompt import PromptTokens
-from cacheblend.service.engine.request import FirstTokenClock
 from cacheblend.store import ChunkKV
 from cacheblend.store.codecs import CODECS, LayerShape
 
@@ -222,22 +222,13 @@ class Method(ABC):
 
 def generate(fusor: Fusor, fused: FusionResult, max_new_tokens: int) -> tuple[list[int], float]:
     """Greedy token ids, and when the first was on the host, on `time.perf_counter`'s clock."""
-    clock = FirstTokenClock()
-    config: Any = fusor.model.generation_config
-    ends = config.eos_token_id
-    end = ends[0] if isinstance(ends, list) else ends
-    pad = next((token for token in (config.pad_token_id, end) if token is not None), 0)
-    token_ids = fusor.generate(
-        fused,
-        max_new_tokens,
-        streamer=clock,
-        pad_token_id=pad,
-        do_sample=False,
-        temperature=None,
-        top_p=None,
-        top_k=None,
-    )
-    return token_ids, clock.first_token
+    decoding = Decoding(fusor, fused, Sampling(), max_new_tokens)
+    decoding.draw(fused.logits)
+    kv = SequenceKV(fused, fusor.decoder.windows)
+    while decoding.finish_reason is None:
+        (logits_V,) = fusor.decoder.decode(decoding.token_ids[-1:], [kv])
+        decoding.draw(logits_V)
+    return decoding.token_ids, decoding.first_token
 
 
 def rows_run(fused: FusionResult) -> float:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 from cacheblend.base.errors import InputError
 from cacheblend.retriever import Chunk, ScoredChunk
 from cacheblend.service import Engine
+from cacheblend.service.engine.grammar import GrammarCompiler
 from cacheblend.service.engine.prompt import Message
-from cacheblend.service.engine.request import Request
-from cacheblend.service.serving.grammar import GrammarCompiler
-from cacheblend.service.serving.sampling import Sampling
-from cacheblend.service.serving.served_request import Done, Event, Failed, Piece, ServedRequest
+from cacheblend.service.engine.request import Done, Request
 
-PROMPT_OPTIONS = ("method", "recompute_ratio", "max_tokens", "temperature", "top_p", "top_k")
-SAMPLING_OPTIONS = ("seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p")
-OPTIONS = ("documents", "stop", *PROMPT_OPTIONS, *SAMPLING_OPTIONS, "response_format")  # of a call
+PROMPT_OPTIONS = (
+    *("method", "recompute_ratio", "max_tokens", "temperature", "top_p", "top_k"),
+    *("seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p"),
+)
+OPTIONS = ("documents", "stop", *PROMPT_OPTIONS, "response_format")  # of a call
 # Why stored KV cannot be used, with the remedy; SEPARATOR stands for the retriever's.
 OTHER_CHARACTERS = (
     "chunks in the messages stand between other characters than at ingest: their KV is computed now. To use the stored KV, put "
@@ -49,34 +48,18 @@ class EngineChat:
         Raises:
             InputError: an option that is not known, or see `Engine.prepare`.
         """
-        engine = self.engine
         # 1. Lay out the prompt, and say how tokens are drawn.
         if unknown := ", ".join(sorted(options.keys() - set(OPTIONS))):
             raise InputError(f"{unknown}: not an option of this model; give {', '.join(OPTIONS)}")
         chosen = {name: value for name, value in options.items() if value is not None}
         request = self._prepare(messages, chosen)
-        own = {name: chosen[name] for name in SAMPLING_OPTIONS if name in chosen}
-        sampling = Sampling(**own, grammar=self._grammar(chosen.get("response_format")))
         # 2. Prefill, a layer a step, and decode, a token a step.
-        events: deque[Event] = deque()
-        stop = chosen.get("stop", ())
-        ends = [stop] if isinstance(stop, str) else [*stop]
-        served = ServedRequest(engine, request, events.append, sampling=sampling, stop=ends)
-        try:
-            served.begin()
-            complete = False
-            while not complete:
-                if served.is_prefilled:
-                    logits_RV = engine.fusor.decoder.decode([served.last_token], [served.kv])
-                    complete = served.decode(logits_RV[0])
-                else:
-                    complete = served.prefill_layer()
-                yield from _pieces(events)
-            # 3. Text that was held back for stop strings, and the finished request.
-            done = served.finish()
-            yield done.last_text, done
-        finally:
-            served.end()
+        with closing(self.engine.stream(request)) as events:
+            for event in events:
+                if isinstance(event, Done):
+                    yield event.last_text, event
+                elif event.text:
+                    yield event.text, None
 
     def known_chunk(self, text: str, metadata: Mapping[str, Any]) -> Chunk | None:
         """The engine's own chunk that a framework's document is; None where it is another retriever's, or was deleted."""
@@ -104,6 +87,8 @@ class EngineChat:
             layout=layout,
             num_chunks=0,
             documents=documents,
+            stop=[stop] if isinstance(stop := chosen.get("stop", ()), str) else [*stop],
+            grammar=self._grammar(chosen.get("response_format")),
             **{name: chosen[name] for name in PROMPT_OPTIONS if name in chosen},
         )
 
@@ -118,16 +103,6 @@ class EngineChat:
         if not isinstance(schema, Mapping) or not isinstance(schema.get("schema"), Mapping):
             raise InputError('response_format: type must be "json_object", or "json_schema" with json_schema={"schema": {...}}')
         return self._grammars.json(schema["schema"])
-
-
-def _pieces(events: deque[Event]) -> Pieces:
-    """The texts of the events so far."""
-    while events:
-        event = events.popleft()
-        if isinstance(event, Failed):
-            raise event.error
-        if isinstance(event, Piece) and event.text:
-            yield event.text, None
 
 
 def report(done: Done) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from cacheblend.base.errors import InputError
 from cacheblend.retriever import Chunk
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.prompt import Message
-from cacheblend.service.serving.served_request import Done
+from cacheblend.service.engine.request import Done
 
 from .chat import OPTIONS, EngineChat, chunk_metadata, message_of, report
 

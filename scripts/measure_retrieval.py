@@ -145,11 +145,12 @@ class Answerer:
                 recompute_ratio=self._ratio,
                 max_tokens=ANSWER_TOKENS,
             )
-            plan = engine.complete(request).plan
+            answer = engine.complete(request)
+            plan = answer.plan
             nll, gold = min((answer_nll_nats(fusor, request.fused, ids), ids) for ids in golds)
             golds = [gold]
             full_V = request.fused.logits if full_V is None else full_V
-            text = SHORT_ANSWER.answer_in(request.text)
+            text = SHORT_ANSWER.answer_in(answer.text)
             marks[method] = {
                 "text": text,
                 "f1": f1(text, example.answers),

@@ -51,7 +51,7 @@ def ask(
     try:
         with terminal.shown_stages():
             from cacheblend.service.engine.engine import Engine
-            from cacheblend.service.serving.text_stream import TextStream
+            from cacheblend.service.engine.request import Done
 
             config = settings.make(EngineConfig, model=chosen, store_dir=store_dir)
             opened = Engine(config)
@@ -65,10 +65,11 @@ def ask(
         is_cut_here = config.max_tokens is None and request.max_tokens > MAX_TOKENS
         if is_cut_here:
             request.max_tokens = MAX_TOKENS
-        shown = TextStream(engine.fusor.tokenizer)
-        answer = engine.complete(request, None if as_json else lambda token: _show(shown.add(token)))
-        if not as_json:
-            _show(shown.finish() + "\n")
+        for event in engine.stream(request):
+            if not as_json:
+                _show(event.last_text + "\n" if isinstance(event, Done) else event.text)
+        assert isinstance(event, Done)
+        answer = event.answer
         if is_cut_here and len(answer.token_ids) == MAX_TOKENS:
             terminal.note(f"ended after {MAX_TOKENS} tokens; --max-tokens allows more")
         engine.drain()

@@ -21,7 +21,7 @@ from cacheblend.base.options import from_options, refuse_gone
 from cacheblend.base.threads import in_own_thread
 from cacheblend.service.engine.config import EngineConfig
 from cacheblend.service.http.config import LOOPBACK, HttpConfig, TenantConfig, hash_key, new_key
-from cacheblend.service.serving.config import ServingConfig
+from cacheblend.service.serving.scheduler import ServingConfig
 
 from . import options, terminal
 from .model import choose_model

@@ -6,7 +6,8 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -23,13 +24,14 @@ from .background_precompute import BackgroundPrecompute, Foreground
 from .chunk_context import ChunkContexts, ChunkEncoder
 from .chunk_texts import ChunkTexts
 from .config import SETTINGS_FILE, EngineConfig, check_max_tokens, load_fusor, remember_settings
+from .decoding import Piece
 from .documents import Documents
 from .ingest import BATCH_DOCUMENTS, DocumentEncoder, IngestReport, ingest, ingest_stream
 from .prefill import Prefiller, PrefillSteps
 from .prefix_cache import PrefixCache
 from .profiles import Prediction, calibrated, find_calibration, find_controller, find_loss, predict_costs
 from .prompt import PromptChunk, PromptRenderer, check_characters
-from .request import Answer, FirstTokenClock, Request, RequestOptions, namespace_of, sampling_options
+from .request import Answer, Done, Request, RequestOptions, namespace_of
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +64,6 @@ class Engine:
         tokenizer = self.fusor.tokenizer
         if tokenizer is None:
             raise InputError(f"the model at {config.model!r} has no tokenizer; save one beside it")
-        padding = (token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None)
-        self._pad_token_id = int(next(padding, 0))
         self.prompts = PromptRenderer(tokenizer, config.instruction, max_positions=self.fusor.max_positions)
         calibration = find_calibration(config, self.fusor, self.prompts.prefix)
         self.config = config = calibrated(config, calibration)
@@ -212,7 +212,6 @@ class Engine:
         max_tokens = config.max_tokens if asked.max_tokens is None else asked.max_tokens
         if max_tokens is not None:
             check_max_tokens(max_tokens)
-        sampling = sampling_options(asked.temperature, asked.top_p, asked.top_k)
         recompute_ratio = config.recompute_ratio if asked.recompute_ratio is None else asked.recompute_ratio
         config.fusion_config(recompute_ratio)
         searches = asked.documents is not None or asked.layout is None or asked.num_chunks != 0
@@ -229,38 +228,44 @@ class Engine:
         if asked.method in ("blend", "full_reuse"):
             self._prefiller.fetch(prompt)
         return Request(
+            engine=self,
+            asked=asked,
             method=asked.method,
             recompute_ratio=recompute_ratio,
             max_tokens=prompt.check_length(max_tokens, self.fusor.max_positions),
-            sampling={"pad_token_id": self._pad_token_id, **sampling},
-            namespace=namespace,
             chunks=scored,
             prompt=prompt,
             started=started,
             retrieved=retrieved,
         )
 
-    def complete(self, request: Request, on_token: Callable[[int], None] | None = None) -> Answer:
-        """Answer a prepared request; `on_token` is called with each token as soon as it is there."""
-        with self.foreground:
+    def complete(self, request: Request) -> Answer:
+        """Answer a prepared request, which holds its prompt's KV from then on."""
+        request.holds_kv = True
+        *_, done = self.stream(request)
+        assert isinstance(done, Done)
+        return done.answer
+
+    def stream(self, request: Request) -> Generator[Piece | Done, None, None]:
+        """Answer a prepared request in the caller's thread, token by token; closing the iterator frees what it holds."""
+        pieces = deque[Any]()
+        request.deliver = pieces.append
+        try:
             # 5. Prefill: look the chunks' KV up, load it layer by layer, blend it.
-            for _ in self.prefill_steps(request):
-                pass
+            request.begin()
+            is_complete = False
+            while request.decoding is None:
+                is_complete = request.prefill_layer()
             # 6. Decode.
-            clock, prefix = FirstTokenClock(on_token), request.prefix
-            request.token_ids = self.fusor.generate(
-                request.fused,
-                request.max_tokens,
-                on_token=None if prefix is None else prefix.append_from,
-                streamer=clock,
-                **request.sampling,
-            )
-            if prefix is not None:
-                prefix.commit_prompt()  # an answer of one token has appended none
-        # 7. Put the answer together: text, plan, timings.
-        request.first_token, request.ended = clock.first_token, time.perf_counter()
-        request.text = self.fusor.tokenizer.decode(request.token_ids, skip_special_tokens=True)
-        return request.answer()
+            while not is_complete:
+                yield pieces.popleft()
+                (logits_V,) = self.fusor.decoder.decode([request.last_token], [request.kv])
+                is_complete = request.decode(logits_V)
+            yield pieces.popleft()
+            # 7. Put the answer together: text, plan, timings.
+            yield request.finish()
+        finally:
+            request.end()
 
     def prefill_steps(self, request: Request) -> PrefillSteps:
         """Prefill a prepared request, one layer a step; see `Prefiller.steps`."""

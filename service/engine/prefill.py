@@ -21,7 +21,7 @@ from .chunk_context import ChunkEncoder
 from .config import EngineConfig
 from .prefix_cache import CachedPrefix, PrefixCache
 from .prompt import PromptTokens
-from .request import Request
+from .request import Prefill, Request
 
 logger = logging.getLogger(__name__)
 PrefillSteps = Generator[LayerReport, None, None]
@@ -85,9 +85,7 @@ class Prefiller:
             raise ConfigError("method", method, f"one of {', '.join(self._methods)}")
 
     def steps(self, request: Request) -> PrefillSteps:
-        """Prefill a request, a layer a step; the result stands in the request at the end.
-
-        Closing it stops the loading and releases the pins.
+        """Prefill a request, a layer a step; at the end its `prefill` is set. Closing it stops loading and releases the pins.
 
         Raises:
             ConfigError: an unknown method, or a ratio outside 0..1.
@@ -98,7 +96,7 @@ class Prefiller:
     def _full_recompute(self, request: Request) -> PrefillSteps:
         """Compute everything."""
         fused = yield from self._fusor.fuse_steps([Segment(request.prompt.token_ids)])
-        request.finish_prefill(fused, fresh_records(request.prompt))
+        request.prefill = Prefill(fused=fused, segments=tuple(fresh_records(request.prompt)))
 
     def _prefix_cache(self, request: Request) -> PrefillSteps:
         """Reuse what the prompt begins with as an earlier one did, exactly, in full blocks; compute the others."""
@@ -108,57 +106,59 @@ class Prefiller:
             self._prefixes.find(token_ids, len(token_ids) - 1, request.namespace, None) as prefix,
             LayerLoader(self._config.loader) as loader,
         ):
-            request.lookup_s = time.perf_counter() - started
+            lookup_s = time.perf_counter() - started
             found = _run_segment(prefix)
             segments = [*_segments([found] if found else []), Segment(token_ids[prefix.tokens :])]
             fused = yield from self._fusor.fuse_steps(segments, source=prefix.record(loader))
             first, *others = *(found.records if found else ()), *fresh_records(request.prompt, prefix.tokens)
-            request.prefix, request.load_s, request.loaded_bytes = prefix, loader.load_s, loader.bytes_by_tier
-            request.finish_prefill(fused, [replace(first, key=prefix.key), *others])
+            request.prefill = Prefill(
+                fused=fused,
+                segments=(replace(first, key=prefix.key), *others),
+                lookup_s=lookup_s,
+                load_s=loader.load_s,
+                loaded_bytes=loader.bytes_by_tier,
+                prefix=prefix,
+            )
 
     def _blend(self, request: Request, ratio: float | None) -> PrefillSteps:
         """Reuse every chunk that is stored, at whatever place, and recompute `ratio` of it; missing ones are computed.
 
         An entry that turns out to be damaged is a miss in the next round.
         """
-        for _ in range(len(request.prompt.chunks) + 1):
-            with suppress(DamagedEntryError):
-                yield from self._blend_once(request, ratio)
+        prompt = request.prompt
+        for _ in range(len(prompt.chunks) + 1):
+            started = time.perf_counter()
+            with (
+                suppress(DamagedEntryError),
+                self._find_prefix(prompt, ratio, request.namespace) as prefix,
+                self._store.pin(prompt.keys) as stored,
+                LayerLoader(self._config.loader) as loader,
+            ):
+                # 1. Plan: the ratio, or full recompute, and the segments with their KV.
+                found = Found(self._prefix_segment(prompt, prefix), prompt.by_chunk(stored))
+                plan = plan_blend(prompt, found, self.policy(ratio))
+                planned = time.perf_counter()
+                prefix.exact_tokens, prefix.commit_blended = plan.exact_tokens, prompt.cache_suffix
+                # 2. Fuse, a layer a step; the loader reads the next layers meanwhile.
+                source = prefix.record(ResidentLayers() if plan.full_recompute else loader)
+                steps = self._fusor.fuse_steps(_segments(plan.segments), self._config.fusion_config(plan.ratio), source)
+                fused = yield from steps
+                # 3. Compare the plan with what it took, and have the misses computed after the running requests.
+                self._observe(plan, loader.load_s, self._synchronized() - planned - steps.preempted_s, fused.wait_s)
+                for chunk in plan.misses:
+                    self._background.submit(chunk)
+                request.prefill = Prefill(
+                    fused=fused,
+                    segments=tuple(plan.records),
+                    ratio=None if plan.full_recompute else plan.ratio,
+                    loading=plan.predicted,
+                    lookup_s=planned - started,
+                    load_s=loader.load_s,
+                    loaded_bytes=loader.bytes_by_tier,
+                    prefix=prefix,
+                )
                 return
         yield from self._full_recompute(request)  # entries that are damaged and cannot be set aside
-
-    def _blend_once(self, request: Request, ratio: float | None) -> PrefillSteps:
-        """One round of `_blend`.
-
-        Raises:
-            DamagedEntryError: a stored entry turned out to be damaged; it is a miss from now on.
-        """
-        prompt, started = request.prompt, time.perf_counter()
-        with (
-            self._find_prefix(prompt, ratio, request.namespace) as prefix,
-            self._store.pin(prompt.keys) as stored,
-            LayerLoader(self._config.loader) as loader,
-        ):
-            # 1. Plan: the ratio, or full recompute, and the segments with their KV.
-            found = Found(self._prefix_segment(prompt, prefix), prompt.by_chunk(stored))
-            plan = plan_blend(prompt, found, self.policy(ratio))
-            planned = time.perf_counter()
-            request.lookup_s = planned - started
-            prefix.exact_tokens, prefix.commit_blended = plan.exact_tokens, prompt.cache_suffix
-            # 2. Fuse, a layer a step; the loader reads the next layers meanwhile.
-            fusion = self._config.fusion_config(plan.ratio)
-            source = prefix.record(ResidentLayers() if plan.full_recompute else loader)
-            steps = self._fusor.fuse_steps(_segments(plan.segments), fusion, source)
-            fused = yield from steps
-            # 3. Compare the plan with what it took, and note the result.
-            self._observe(plan, loader.load_s, self._synchronized() - planned - steps.preempted_s, fused.wait_s)
-            request.loading, request.prefix = plan.predicted, prefix
-            request.load_s, request.loaded_bytes = loader.load_s, loader.bytes_by_tier
-            request.fused_ratio = None if plan.full_recompute else plan.ratio
-            request.finish_prefill(fused, plan.records)
-        # 4. Have the misses computed after the running requests.
-        for chunk in plan.misses:
-            self._background.submit(chunk)
 
     def policy(self, ratio: float | None) -> BlendPolicy:
         """How a blend's ratio is chosen: the one that a request asks for, or None for the controller's choice."""

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 from cacheblend.blend import Fusor, KVGeometry, LayerKV, LayerSource, Prompt
 from cacheblend.store import BLOCK_TOKENS, BlockChain, LayerPair, PrefixBlocks, PrefixRun, chain_root
-
-if TYPE_CHECKING:
-    from transformers import DynamicCache
 
 ReadLast = Callable[[int, int], LayerPair]  # (layer, tokens) -> keys and values (H, tokens, D) of the last positions
 
@@ -121,11 +117,6 @@ class CachedPrefix:
             chain.extend((token_id,))
         if len(self.chains[0].digests) > full:
             self.blocks.insert(self._digests, full, lambda layer, start, stop: read_last(layer, stop - start))
-
-    def append_from(self, token_id: int, cache: DynamicCache) -> None:
-        """`append` for a token whose KV has come last to a Hugging Face cache."""
-        layers: list[Any] = cache.layers
-        self.append(token_id, lambda layer, tokens: (layers[layer].keys[0, :, -tokens:], layers[layer].values[0, :, -tokens:]))
 
     @property
     def _digests(self) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""A request from its arrival to its answer: how it is sampled, what it was prefilled from, how long each stage took."""
+"""A request from its arrival to its answer: what is asked, its prefill, its tokens, and how long each stage took."""
 
 from __future__ import annotations
 
@@ -6,22 +6,26 @@ import dataclasses
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.generation.streamers import BaseStreamer
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.blend import FusionResult
+from cacheblend.blend import FusionResult, SequenceKV
 from cacheblend.loader import LoadingPlan
 from cacheblend.retriever import Chunk, ScoredChunk
 
 from .blend_plan import PlannedSegment
 from .config import UNSALTED
+from .decoding import Decoding, Piece, Sampling, TokenLogprob
 from .prefix_cache import CachedPrefix
 from .prompt import PromptLayout, PromptTokens
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 
 def namespace_of(cache_salt: str) -> str:
@@ -32,34 +36,9 @@ def namespace_of(cache_salt: str) -> str:
     return hashlib.sha256(cache_salt.encode()).hexdigest() if cache_salt else UNSALTED
 
 
-LEAST_TEMPERATURE = 1e-5  # logits over less leave float32's range, and the likeliest token is drawn anyway
-
-
-def sampling_options(temperature: float, top_p: float, top_k: int = 0) -> dict[str, Any]:
-    """Options for `Fusor.generate`.
-
-    Args:
-        temperature: below `LEAST_TEMPERATURE` greedy; above, tokens are sampled.
-        top_p: sample from the most likely tokens of this total probability.
-        top_k: sample from so many most likely tokens; 0 or -1 for all.
-
-    Raises:
-        ConfigError: a number outside its range.
-    """
-    if not isinstance(temperature, int | float) or not math.isfinite(temperature) or temperature < 0:
-        raise ConfigError("temperature", temperature, "0 (greedy) or above")
-    if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
-        raise ConfigError("top_p", top_p, "above 0, at most 1")
-    if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < -1:
-        raise ConfigError("top_k", top_k, "a whole number of at least 1, or 0 or -1 for all tokens")
-    if temperature < LEAST_TEMPERATURE:
-        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": max(0, top_k)}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOptions:
-    """What a question may ask for beside its words; the options of `Engine.answer` and `Engine.prepare`.
+class RequestOptions(Sampling):
+    """What a question may ask for beside its words, sampling included; the options of `Engine.answer` and `Engine.prepare`.
 
     Args:
         num_chunks: chunks to retrieve, or as many as there are; the nearest one's document stands first, its chunks in its own
@@ -69,12 +48,12 @@ class RequestOptions:
             engine's retriever is used as it is.
         recompute_ratio: for "blend", 0..1; None leaves it to the config, or else to the loading controller.
         max_tokens: upper bound on the generated tokens; None for the config's, or else as many as fit after the prompt.
-        temperature: 0 is greedy; above, tokens are sampled.
-        top_p: sample from the most likely tokens of this total probability.
-        top_k: sample from so many most likely tokens; 0 for all.
+        stop: strings that end the answer.
         layout: what stands around the chunks; None puts the config's instruction before and the question after them. With a
             layout, `num_chunks=0` retrieves nothing.
         cache_salt: of stored KV only that of this salt is used.
+        tenant: who asks; tenants of a scheduler take turns.
+        arrived: `time.perf_counter` when it was asked, from which a deadline counts; now by default.
     """
 
     num_chunks: int = 6
@@ -82,46 +61,23 @@ class RequestOptions:
     documents: Sequence[Mapping[str, object] | Chunk] | None = None
     recompute_ratio: float | None = None
     max_tokens: int | None = None
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
+    stop: Sequence[str] = ()
     layout: PromptLayout | None = None
     cache_salt: str = ""
+    tenant: str = ""
+    arrived: float = field(default_factory=time.perf_counter)
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> RequestOptions:
         """The options of a call.
 
         Raises:
-            ConfigError: there is no such option.
+            ConfigError: there is no such option, or a number is outside its range.
         """
         known = [field.name for field in dataclasses.fields(cls)]
         if unknown := sorted(options.keys() - set(known)):
             raise ConfigError("option", unknown[0], f"a request has {', '.join(known)}")
         return cls(**options)
-
-
-class FirstTokenClock(BaseStreamer):
-    """A streamer that notes the time of the first generated token; `generate` puts the prompt before it.
-
-    Args:
-        on_token: called with each generated token.
-    """
-
-    def __init__(self, on_token: Callable[[int], None] | None = None) -> None:
-        self._puts, self._on_token = 0, on_token
-        self.first_token = 0.0
-
-    def put(self, value: torch.Tensor) -> None:
-        """Called by `generate` with the prompt, then with each token."""
-        self._puts += 1
-        if self._puts == 2:
-            self.first_token = time.perf_counter()
-        if self._puts > 1 and self._on_token is not None:
-            self._on_token(int(value))
-
-    def end(self) -> None:
-        """Called by `generate` at the end; nothing to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,103 +212,259 @@ class Answer:
         }
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Request:
-    """A question on its way to its answer: `Engine.prepare` makes it, prefill and decoding add what they know.
-
-    Times are seconds of `time.perf_counter`. `dataclasses.replace` gives the same question anew, not prefilled.
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The request is answered.
 
     Args:
+        answer: the answer; TTFT and prefill in its timings include the time in the queue.
+        finish_reason: "stop" (end of sequence or a stop string) or "length".
+        last_text: text that was held back until now.
+        queue_s: seconds that the request waited before its prefill began.
+        logprobs: of each token, if the request asked for them.
+        deviation_N: each prompt token's KV deviation where it was measured (paper §4.1), 0 elsewhere.
+    """
+
+    answer: Answer
+    finish_reason: str
+    last_text: str
+    queue_s: float
+    logprobs: tuple[TokenLogprob, ...]
+    deviation_N: torch.Tensor = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request ended without an answer."""
+
+    error: Exception
+
+
+Event = Piece | Done | Failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prefill:
+    """A prompt's prefill.
+
+    Args:
+        fused: KV and first logits.
+        segments: what they were made from, in the prompt's order.
+        ratio: the ratio that was asked of the fusor; None where it had no say.
+        loading: what the loading controller expected; None where it was not asked.
+        lookup_s, load_s, loaded_bytes: see `Timings` and `AnswerPlan`.
+        prefix: holds the prompt's blocks for later prompts; None where nothing does.
+        ended: `time.perf_counter` at its end.
+    """
+
+    fused: FusionResult
+    segments: tuple[PlannedSegment, ...]
+    ratio: float | None = None
+    loading: LoadingPlan | None = None
+    lookup_s: float = 0.0
+    load_s: float = 0.0
+    loaded_bytes: Mapping[str, int] = field(default_factory=dict)
+    prefix: CachedPrefix | None = None
+    ended: float = field(default_factory=time.perf_counter)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """One question from its arrival to its answer: `Engine.prepare` makes it, prefill and decoding add what they know.
+
+    Who serves it calls `begin`, `prefill_layer` until it has a `decoding`, `decode` until the answer is complete, `finish`, and
+    in every case `end`. Only `cancel` may be called from another thread. Times are seconds of `time.perf_counter`.
+
+    Args:
+        engine: has its documents and stored KV.
+        asked: what was asked for.
         method: how to prefill.
         recompute_ratio: for "blend"; None leaves it to the loading controller.
         max_tokens: most tokens to generate.
-        sampling: what `Fusor.generate` is given beside that.
-        namespace: whose KV it may use, and whose the KV of its missing chunks becomes; see `namespace_of`.
         chunks: the chunks in the prompt, in order.
         prompt: the prompt's token ids.
-        started: when it was asked for.
+        started: when `Engine.prepare` began.
         retrieved: when the chunks were there.
+        leader: an earlier request of the same prompt: while it decodes, its prefill serves this one too.
 
     Attributes:
-        segments, loading, lookup_s, load_s, loaded_bytes: see `AnswerPlan` and `Timings`.
-        fused_ratio: the ratio that was asked of the fusor; None where it had no say.
-        prefix: keeps the prompt's blocks for later prompts; None where nothing does.
-        prefilled, first_token, ended: when the prefill ended, when the first and the last token were on the host.
-        token_ids, text: what was generated.
+        deliver: called with every event, in order: the tokens, and at last `Done` or `Failed`; a cancelled request has neither.
+            Must return at once.
+        holds_kv: whether the prompt's KV outlives the answer.
+        submitted, begun, ended: when it began to wait, when its prefill began, when the answer was complete.
+        prefill: its result; None before, and when its KV was let go.
+        decoding: its tokens so far; None before the first.
     """
 
+    engine: Engine = field(repr=False)
+    asked: RequestOptions
     method: str
     recompute_ratio: float | None
     max_tokens: int
-    sampling: Mapping[str, Any]
-    namespace: str
     chunks: list[ScoredChunk]
     prompt: PromptTokens
     started: float
     retrieved: float
+    leader: Request | None = field(default=None, repr=False)
 
-    segments: tuple[PlannedSegment, ...] = field(init=False, default=())
-    fused_ratio: float | None = field(init=False, default=None)
-    loading: LoadingPlan | None = field(init=False, default=None)
-    lookup_s: float = field(init=False, default=0.0)
-    load_s: float = field(init=False, default=0.0)
-    loaded_bytes: Mapping[str, int] = field(init=False, default_factory=dict)
-    prefix: CachedPrefix | None = field(init=False, default=None)
-    prefilled: float = field(init=False, default=0.0)
-    first_token: float = field(init=False, default=0.0)
+    deliver: Callable[[Event], None] = field(init=False, default=lambda _: None, repr=False)
+    cancelled: bool = field(init=False, default=False)
+    holds_kv: bool = field(init=False, default=False)
+    submitted: float = field(init=False, default=0.0)
+    begun: float = field(init=False, default=0.0)
     ended: float = field(init=False, default=0.0)
-    token_ids: list[int] = field(init=False, default_factory=list)
-    text: str = field(init=False, default="")
-    _fused: FusionResult | None = field(init=False, default=None, repr=False)
+    prefill: Prefill | None = field(init=False, default=None, repr=False)
+    decoding: Decoding | None = field(init=False, default=None, repr=False)
+    _layers: Iterator[object] = field(init=False, default=iter(()), repr=False)
+    _held: ExitStack = field(init=False, default_factory=ExitStack, repr=False)
+    _followers: int = field(init=False, default=0)  # that wait for this one's prefill
+
+    @property
+    def tenant(self) -> str:
+        """Who asks."""
+        return self.asked.tenant
+
+    @property
+    def namespace(self) -> str:
+        """Whose stored KV it may use, and whose the KV of its missing chunks becomes."""
+        return namespace_of(self.asked.cache_salt)
 
     @property
     def fused(self) -> FusionResult:
         """The prompt's KV and first logits, once it is prefilled."""
-        assert self._fused is not None, "the request is not prefilled, or was released"
-        return self._fused
+        assert self.prefill is not None, "the request is not prefilled, or its KV was let go"
+        return self.prefill.fused
 
-    def finish_prefill(self, fused: FusionResult, segments: Sequence[PlannedSegment]) -> None:
-        """Note the prefill's result."""
-        self._fused, self.segments, self.prefilled = fused, tuple(segments), time.perf_counter()
+    @property
+    def kv(self) -> SequenceKV:
+        """Its sequence's KV, while it decodes."""
+        assert self.decoding is not None
+        assert self.decoding.kv is not None
+        return self.decoding.kv
+
+    @property
+    def last_token(self) -> int:
+        """The token that the next step of decoding appends."""
+        assert self.decoding is not None
+        return self.decoding.token_ids[-1]
+
+    def fresh(self, method: str) -> Request:
+        """A copy of the question for another method, not prefilled."""
+        return replace(self, method=method)
+
+    def follow(self, index: int) -> Request:
+        """Another choice of this request's prompt, whose seed is `index` more; see `leader`."""
+        seed = self.asked.seed
+        self._followers += 1
+        return replace(self, asked=self.asked if seed is None else replace(self.asked, seed=seed + index), leader=self)
+
+    def cancel(self) -> None:
+        """Give the request up: its next step frees what it holds, and no more events come."""
+        self.cancelled = True
+
+    def begin(self) -> None:
+        """Begin the prefill; a follower of a request that decodes has nothing to prefill."""
+        self.begun = time.perf_counter()
+        self._held.enter_context(self.engine.foreground)
+        if self.leader is not None and self.leader.decoding is not None and self.leader.prefill is not None:
+            self.method = self.leader.method
+            self.prefill = replace(self.leader.prefill, prefix=None)
+        else:
+            self._layers = self._held.enter_context(closing(self.engine.prefill_steps(self)))
+
+    def prefill_layer(self) -> bool:
+        """Run the next layer; after the last layer draw the first token. True if the answer is complete with that."""
+        for _ in self._layers:
+            return False
+        fused, leader = self.fused, self.leader
+        self.decoding = decoding = Decoding(self.engine.fusor, fused, self.asked, self.max_tokens, self.asked.stop)
+        is_complete = self._draw(fused.logits)
+        if not is_complete:
+            decoding.kv = SequenceKV(fused, self.engine.fusor.decoder.windows)
+        owner = self  # of the prompt's KV
+        if leader is not None:
+            leader._followers -= 1
+            owner = leader if leader.prefill is not None and leader.fused is fused else self
+        if not owner.holds_kv and not owner._followers:  # only the sequences use the prompt's KV from now on
+            fused.take_memory()
+            fused.cache.layers.clear()
+        return is_complete
+
+    def decode(self, logits_V: torch.Tensor) -> bool:
+        """Draw the next token, now that the last one has its KV. True if the answer is complete."""
+        if self.prefill is not None and self.prefill.prefix is not None:
+            self.prefill.prefix.append(self.last_token, lambda layer, tokens: self.kv.layers[layer].last(tokens))
+        return self._draw(logits_V)
+
+    def _draw(self, logits_V: torch.Tensor) -> bool:
+        assert self.decoding is not None
+        self.deliver(self.decoding.draw(logits_V))
+        return self.decoding.finish_reason is not None
+
+    def finish(self) -> Done:
+        """End the answer, and return it."""
+        prefill, decoding = self.prefill, self.decoding
+        assert prefill is not None
+        assert decoding is not None
+        assert decoding.finish_reason is not None
+        if prefill.prefix is not None:
+            prefill.prefix.commit_prompt()  # an answer of one token has appended none
+        held_back = decoding.text.finish()
+        self.ended = time.perf_counter()
+        return Done(
+            answer=self._answer(prefill, decoding),
+            finish_reason=decoding.finish_reason,
+            last_text=held_back,
+            queue_s=self.begun - (self.submitted or self.begun),
+            logprobs=tuple(decoding.logprobs),
+            deviation_N=prefill.fused.deviation,
+        )
+
+    def end(self) -> None:
+        """Stop loading, release pins, and let go of the KV, but for the prompt's if it `holds_kv` and is answered."""
+        self._held.close()
+        if self.decoding is not None:
+            self.decoding.kv = None
+        if not (self.holds_kv and self.ended):
+            self.release()
 
     def release(self) -> None:
         """Let go of the prompt's KV."""
-        self._fused = self.prefix = None
+        self.prefill = None
 
-    def answer(self) -> Answer:
-        """The answer, its plan and its timings, once the last token is there."""
-        fused, loading = self.fused, self.loading
-        looked_up = [segment for segment in self.segments if segment.key is not None]
+    def _answer(self, prefill: Prefill, decoding: Decoding) -> Answer:
+        fused, loading = prefill.fused, prefill.loading
+        looked_up = [segment for segment in prefill.segments if segment.key is not None]
         hits = sum(segment.tier is not None for segment in looked_up)
         plan = AnswerPlan(
             method=self.method,
-            segments=self.segments,
+            segments=prefill.segments,
             hits=hits,
             misses=len(looked_up) - hits,
-            recompute_ratio=self.fused_ratio,
+            recompute_ratio=prefill.ratio,
             recomputed=fused.recomputed,
             prompt_tokens=len(fused.token_ids),
             reusable_tokens=fused.reusable_tokens,
             suffix_tokens=len(self.prompt.suffix),
             recomputed_tokens=fused.recomputed_ratio * fused.reusable_tokens,
-            loaded_bytes=self.loaded_bytes,
+            loaded_bytes=prefill.loaded_bytes,
             loading=loading,
         )
         timings = Timings(
             retrieve_s=self.retrieved - self.started,
-            ttft_s=self.first_token - self.retrieved,
-            lookup_s=self.lookup_s,
-            prefill_s=self.prefilled - self.retrieved,
-            load_s=self.load_s,
+            ttft_s=decoding.first_token - self.retrieved,
+            lookup_s=prefill.lookup_s,
+            prefill_s=prefill.ended - self.retrieved,
+            load_s=prefill.load_s,
             wait_s=fused.wait_s,
-            decode_s=self.ended - self.first_token,
+            decode_s=self.ended - decoding.first_token,
             total_s=self.ended - self.started,
             predicted_prefill_s=None if loading is None else loading.prefill_s,
             predicted_load_s=None if loading is None else loading.load_s,
         )
         return Answer(
-            text=self.text,
-            token_ids=self.token_ids,
+            text=decoding.text.text,
+            token_ids=decoding.token_ids,
             chunks=self.chunks,
             plan=plan,
             timings=timings,

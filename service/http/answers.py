@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from cacheblend.service.engine.request import chunk_origin
-from cacheblend.service.serving.sampling import TokenLogprob
-from cacheblend.service.serving.served_request import Done, Piece, ServedRequest
-from cacheblend.service.serving.text_stream import TextStream
+from cacheblend.service.engine.decoding import Piece, TextStream, TokenLogprob
+from cacheblend.service.engine.request import Done, Request, chunk_origin
 
 from .schemas import GenerationBody, check_bounds, read_arguments
 
@@ -177,7 +175,7 @@ def _begun(text: str) -> int:
     return next((size for size in range(min(len(OPENS) - 1, len(text)), 0, -1) if OPENS.startswith(text[-size:])), 0)
 
 
-def answer_report(body: GenerationBody, served: ServedRequest, done: Done) -> dict[str, Any]:
+def answer_report(body: GenerationBody, served: Request, done: Done) -> dict[str, Any]:
     """`cacheblend` of a response: method, hits, ratio, times and, where they are asked for, the chunks."""
     plan, timings = done.answer.plan, done.answer.timings
     report = {
@@ -187,7 +185,7 @@ def answer_report(body: GenerationBody, served: ServedRequest, done: Done) -> di
         "queue_s": done.queue_s,
         "ttft_s": timings.ttft_s,
         "total_s": timings.total_s,
-        "prepare_s": served.prepared.retrieved - served.arrived,
+        "prepare_s": served.retrieved - served.asked.arrived,
     }
     if body.return_chunks:
         report["chunks"] = chunk_report(done, served.engine.fusor.tokenizer)

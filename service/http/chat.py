@@ -7,7 +7,6 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,12 +17,12 @@ from starlette.types import Receive, Scope, Send
 
 from cacheblend.base.errors import ClientGoneError, MissingExtraError
 from cacheblend.base.progress import Check
+from cacheblend.service.engine.decoding import Piece
 from cacheblend.service.engine.engine import Engine
+from cacheblend.service.engine.grammar import GrammarCompiler
 from cacheblend.service.engine.prompt import PromptRenderer, question_place
+from cacheblend.service.engine.request import Done, Event, Failed
 from cacheblend.service.engine.request import Request as PromptRequest
-from cacheblend.service.serving.grammar import GrammarCompiler
-from cacheblend.service.serving.sampling import Sampling
-from cacheblend.service.serving.served_request import Done, Event, Failed, Piece, ServedRequest
 
 from .answers import ChatChoice, TextChoice, answer_report, usage
 from .guard import JsonRoute, error_body, refused
@@ -97,8 +96,8 @@ def lay_out_completion(engine: Engine, body: CompletionBody) -> dict[str, Any]:
     }
 
 
-def sampling_of(body: GenerationBody, grammars: GrammarCompiler) -> Sampling:
-    """A body's options of sampling that `Engine.prepare` has not; refuses biases of no token and JSON that cannot be had."""
+def sampling_of(body: GenerationBody, grammars: GrammarCompiler) -> dict[str, Any]:
+    """A body's options of `Sampling`; refuses biases of no token and JSON that cannot be had."""
     bias, words, asked = body.logit_bias or {}, grammars.words, body.answer_schema
     if wrong := [key for key in bias if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < words)]:
         raise refused("logit_bias", f"{wrong[0][:40]!a} is no token id of this model, which has {words}")
@@ -107,16 +106,20 @@ def sampling_of(body: GenerationBody, grammars: GrammarCompiler) -> Sampling:
     except MissingExtraError as error:
         assert asked is not None
         raise refused(asked[0], "JSON needs the extra `structured` where the service runs; leave it out") from error
-    return Sampling(
-        seed=body.seed,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=body.repetition_penalty or 1.0,
-        min_p=body.min_p or 0.0,
-        logit_bias={int(key): value for key, value in bias.items()},
-        logprobs=body.returned_logprobs,
-        grammar=grammar,
-    )
+    given = {
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "min_p": body.min_p,
+        "seed": body.seed,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "repetition_penalty": body.repetition_penalty,
+        "logit_bias": {int(key): value for key, value in bias.items()},
+        "logprobs": body.returned_logprobs,
+        "grammar": grammar,
+    }
+    return {name: value for name, value in given.items() if value is not None}
 
 
 async def _respond(
@@ -131,23 +134,23 @@ async def _respond(
     server.scheduler.check_room(request.state.tenant, waiting)
 
     # 2. Lay out the prompt and make the grammar, in a thread.
-    def prepare(check: Check) -> tuple[PromptRequest, Sampling]:
-        prepared = engine.prepare(
+    def prepare(check: Check) -> PromptRequest:
+        return engine.prepare(
             **lay_out(engine, body),
             method=body.method,
             documents=None if body.documents is None else [document.model_dump() for document in body.documents],
             recompute_ratio=body.recompute_ratio,
-            temperature=body.temperature or 0.0,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=body.top_k or 0,
+            stop=body.stop or [],
             cache_salt=body.cache_salt,
+            tenant=request.state.tenant,
+            arrived=request.state.arrived,
             check=check,
+            **sampling_of(body, server.grammars),
         )
-        return prepared, sampling_of(body, server.grammars)
 
-    prepared, sampling = await run_call(server.preparing, request, prepare)
+    first = await run_call(server.preparing, request, prepare)
     # 3. Submit a request for each choice.
-    generation = Generation(request, prepared, sampling, body, choice_class)
+    generation = Generation(request, first, body, choice_class)
     try:
         generation.submit()
         # 4. Answer, at once or streamed; an error before the first event is a response of its own, and no stream.
@@ -160,17 +163,10 @@ async def _respond(
 class Generation:
     """The choices of one client's request, in the scheduler, whose events come to the event loop.
 
-    The first choice is prefilled, and the others go on from its prompt (`ServedRequest`), each by a seed of its own.
+    The first choice is prefilled, and the others follow it (`Request.follow`), each by a seed of its own.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        prepared: PromptRequest,
-        sampling: Sampling,
-        body: GenerationBody,
-        choice_class: type[TextChoice],
-    ) -> None:
+    def __init__(self, request: Request, first: PromptRequest, body: GenerationBody, choice_class: type[TextChoice]) -> None:
         self._request, self._body, self._events = request, body, asyncio.Queue[tuple[int, Event]]()
         self._server: Server = request.app.state.server
         self._looked = time.monotonic()
@@ -181,21 +177,9 @@ class Generation:
             "created": int(time.time()),
             "model": self._server.model_name,
         }
-        self._served: list[ServedRequest] = []
-        for index in range(len(self._choices)):
-            self._served.append(
-                ServedRequest(
-                    request.state.engine,
-                    replace(prepared) if index else prepared,
-                    partial(self._deliver, asyncio.get_running_loop(), index),
-                    tenant=request.state.tenant,
-                    sampling=sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index),
-                    stop=body.stop or [],
-                    own_ratio=body.recompute_ratio is not None,
-                    arrived=request.state.arrived,
-                    leader=self._served[0] if index else None,
-                )
-            )
+        self._served = [first, *(first.follow(index) for index in range(1, len(self._choices)))]
+        for index, served in enumerate(self._served):
+            served.deliver = partial(self._deliver, asyncio.get_running_loop(), index)
 
     def _deliver(self, loop: asyncio.AbstractEventLoop, index: int, event: Event) -> None:
         loop.call_soon_threadsafe(self._events.put_nowait, (index, event))

@@ -12,9 +12,9 @@ from prometheus_client.registry import Collector
 from starlette.concurrency import run_in_threadpool
 
 from cacheblend.service.engine.engine import Engine
+from cacheblend.service.engine.request import Done, Failed, Request
 from cacheblend.service.serving.quality_guard import ShadowReport
 from cacheblend.service.serving.scheduler import Scheduler
-from cacheblend.service.serving.served_request import Done, Failed, ServedRequest
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 # Of a comparison's fields.
@@ -72,13 +72,13 @@ class Metrics(Collector):
         full = "1 while the guard recomputes every prompt in full, else 0."
         self._full_recompute = Gauge("cacheblend_guard_full_recompute", full, labels, registry=self._registry)
 
-    def observe(self, request: ServedRequest, how: Done | Failed | None) -> None:
+    def observe(self, request: Request, how: Done | Failed | None) -> None:
         """Count a request that ended; `Scheduler` calls it."""
         if isinstance(how, Done):
             self._tokens.labels("generated").inc(len(how.answer.token_ids))
-        if request.is_follower:  # another choice of a request that is counted
+        if request.leader is not None:  # another choice of a request that is counted
             return
-        method = request.prepared.method
+        method = request.method
         if not isinstance(how, Done):
             self._requests.labels(method, "cancelled" if how is None else "failed").inc()
             return

@@ -18,8 +18,8 @@ from pydantic import (
     model_validator,
 )
 
+from cacheblend.service.engine.grammar import ANY_OBJECT, is_deeper
 from cacheblend.service.engine.prompt import Message
-from cacheblend.service.serving.grammar import ANY_OBJECT, is_deeper
 
 MAX_BIASES = 1024
 MAX_FIELDS = 100  # of one object, known or not: each that is not known is an error of its own

@@ -22,10 +22,9 @@ from cacheblend.base.progress import Check
 from cacheblend.retriever import Embedder
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
 from cacheblend.service.engine.engine import Engine
+from cacheblend.service.engine.grammar import GrammarCompiler
 from cacheblend.service.serving.calls import Call, CallPool
-from cacheblend.service.serving.config import ServingConfig
-from cacheblend.service.serving.grammar import GrammarCompiler
-from cacheblend.service.serving.scheduler import Scheduler
+from cacheblend.service.serving.scheduler import Scheduler, ServingConfig
 
 from .config import HttpConfig, TenantConfig, engine_configs
 from .guard import ApiError, ApiKeys, refused, shortened

@@ -1,4 +1,4 @@
-"""Calls of clients: they wait in a fair queue, and run in threads as long as their clients wait for them."""
+"""Calls of clients: they wait in turns of their tenants, and run in threads as long as their clients wait for them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from cacheblend.base.errors import DeadlineError, QueueFullError, ServiceError, ShuttingDownError
+from cacheblend.base.errors import DeadlineError, QueueFullError, ShuttingDownError
 from cacheblend.base.progress import Check
 from cacheblend.base.threads import lower_priority
 
-from .fair_queue import FairQueue
+from .scheduler import Turns
 
 LOOK_EVERY_S = 0.02  # how often a pool that pauses looks whether it may go on
 _Result = TypeVar("_Result")
@@ -27,7 +27,7 @@ class Call(Generic[_Result]):
     Args:
         work: runs in a thread. It calls the `Check` that it is given between batches, which raises when nobody waits any more.
         tenant: who calls; tenants take turns.
-        deadline_s: seconds from the call's arrival after which it is given up; None for never.
+        deadline_s: seconds from the call's arrival after which it is given up.
         arrived: `time.perf_counter` when the call came; None for now.
         until_begun: whether the deadline no longer holds once the work has begun.
     """
@@ -37,30 +37,29 @@ class Call(Generic[_Result]):
         work: Callable[[Check], _Result],
         *,
         tenant: str = "",
-        deadline_s: float | None = None,
+        deadline_s: float = math.inf,
         arrived: float | None = None,
         until_begun: bool = False,
     ) -> None:
-        self.work, self.tenant = work, tenant
+        self.tenant, self._work = tenant, work
         self.future: Future[_Result] = Future()
         self.begun: float | None = None  # `time.perf_counter` when its last batch began
         self._deadline_s, self._until_begun = deadline_s, until_begun
         self._arrived = time.perf_counter() if arrived is None else arrived
-        self._given_up: ServiceError | None = None
+        self._given_up: BaseException | None = None
 
-    def give_up(self, error: ServiceError) -> None:
+    def give_up(self, error: BaseException) -> None:
         """Answer with an error now, and end the work at its next check; the first error counts."""
         self._given_up = self._given_up or error
         with suppress(InvalidStateError):  # it is answered
             self.future.set_exception(error)
 
     @property
-    def over(self) -> ServiceError | None:
+    def over(self) -> BaseException | None:
         """Why the call should not go on; None while it should."""
-        if self._given_up is not None or self._deadline_s is None or (self._until_begun and self.begun is not None):
+        is_late = time.perf_counter() - self._arrived > self._deadline_s
+        if self._given_up is not None or not is_late or (self._until_begun and self.begun is not None):
             return self._given_up
-        if time.perf_counter() - self._arrived <= self._deadline_s:
-            return None
         return DeadlineError(f"no answer within deadline_s={self._deadline_s:g}; ask for less, or later")
 
     def check(self) -> None:
@@ -70,13 +69,15 @@ class Call(Generic[_Result]):
 
     def run(self, check: Check) -> None:
         """Do the work, and set its outcome, unless the call was given up meanwhile."""
-        with suppress(InvalidStateError):
-            try:
-                self.future.set_result(self.work(check))
-            except InvalidStateError:
-                raise
-            except BaseException as error:  # the waiting client must see it, whatever it is
-                self.future.set_exception(error)
+        try:
+            self.check()
+            self.begun = time.perf_counter()
+            outcome = self._work(check)
+        except BaseException as error:  # the waiting client must see it, whatever it is
+            self.give_up(error)
+        else:
+            with suppress(InvalidStateError):
+                self.future.set_result(outcome)
 
 
 class CallPool:
@@ -108,8 +109,9 @@ class CallPool:
         self._name, self._max_calls, self._per_tenant, self._at_once = name, max_calls, per_tenant, at_once
         self._pauses_while, self._share, self._low_priority = pauses_while, share, low_priority
         self._lock = threading.RLock()
-        self._queue: FairQueue[Call[Any]] = FairQueue()
+        self._waiting: list[Call[Any]] = []
         self._running: dict[Call[Any], threading.Thread] = {}
+        self._turns = Turns()
         self._mean_s = 1.0  # a running mean of a call's time, for Retry-After
         self._closing = False
 
@@ -129,19 +131,19 @@ class CallPool:
                     f"{own} {self._name} wait or run already, as many as one client may have; try again in {retry_after_s} s",
                     retry_after_s,
                 )
-            self._queue.put(call)
+            self._waiting.append(call)
             self._start()
 
     def count(self, tenant: str) -> int:
         """Count a tenant's calls that wait or run."""
         with self._lock:
-            return self._queue.count(tenant) + sum(call.tenant == tenant for call in self._running)
+            return sum(call.tenant == tenant for call in (*self._waiting, *self._running))
 
     @property
     def is_busy(self) -> bool:
         """Whether a call waits or runs."""
         with self._lock:
-            return bool(self._running) or len(self._queue) > 0
+            return bool(self._waiting or self._running)
 
     @property
     def stalled_s(self) -> float:
@@ -150,17 +152,17 @@ class CallPool:
             begun = [call.begun for call in self._running if call.begun is not None]
         return time.perf_counter() - min(begun) if begun else 0.0
 
-    def leave(self, call: Call[Any], error: ServiceError) -> None:
+    def leave(self, call: Call[Any], error: BaseException) -> None:
         """Give a call up: one that waits is forgotten, one that runs ends at its next check."""
         call.give_up(error)
-        with self._lock:
-            self._queue.remove(lambda waiting: waiting is call)
+        with self._lock, suppress(ValueError):  # it has begun
+            self._waiting.remove(call)
 
     def stop(self) -> None:
         """Accept no more calls, and refuse those that wait; those that run go on."""
         with self._lock:
             self._closing = True
-            waiting = self._queue.remove(lambda _: True)
+            waiting, self._waiting = self._waiting, []
         for call in waiting:
             call.give_up(_stopping())
 
@@ -171,37 +173,31 @@ class CallPool:
             running = dict(self._running)
         for call in running:
             call.give_up(_stopping())
-        until = None if timeout_s is None else time.monotonic() + timeout_s
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         for thread in running.values():
-            thread.join(None if until is None else max(0.0, until - time.monotonic()))
+            thread.join(None if timeout_s is None else max(0.0, until - time.monotonic()))
 
     def _start(self) -> None:
         """Start the calls that may run; the lock is held."""
         running = Counter(call.tenant for call in self._running)
         while self._at_once is None or len(self._running) < self._at_once:
-            call = self._queue.take(lambda call: running[call.tenant] < self._per_tenant)
+            call = self._turns.take(self._waiting, lambda call: running[call.tenant] < self._per_tenant)
             if call is None:
                 return
-            running[call.tenant] += 1
             self._running[call] = thread = threading.Thread(target=self._run, args=(call,), name=self._name, daemon=True)
             try:
                 thread.start()
+                running[call.tenant] += 1
             except RuntimeError as error:  # the machine has no more threads; the next call tries again
                 del self._running[call]
-                running[call.tenant] -= 1
-                with suppress(InvalidStateError):
-                    call.future.set_exception(error)
+                call.give_up(error)
 
     def _run(self, call: Call[Any]) -> None:
         began = time.perf_counter()
         try:
             if self._low_priority:
                 lower_priority()
-            if (over := call.over) is not None:
-                call.give_up(over)
-            else:
-                call.begun = began
-                call.run(lambda: self._between_batches(call))
+            call.run(lambda: self._between_batches(call))
         finally:
             with self._lock:
                 self._mean_s += 0.2 * (time.perf_counter() - began - self._mean_s)

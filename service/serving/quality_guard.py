@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import logging
 import random
-import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from cacheblend.blend import Segment
 from cacheblend.blend.fidelity import Comparison, compare_steps
-from cacheblend.service.engine.request import sampling_options
-
-from .config import ServingConfig
-from .served_request import ServedRequest
+from cacheblend.service.engine.decoding import Sampling
+from cacheblend.service.engine.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +40,10 @@ class ShadowReport:
 
 
 class QualityGuard:
-    """Switches one tenant to full recompute if its blended prompts agree too little with full prefill. Not thread-safe.
+    """Switches one tenant to full recompute if its blended prompts agree too little with full prefill.
 
     While prompts are recomputed in full, sampled ones are blended in the shadow. The guard judges full windows, and a switch
-    begins a new one.
+    begins a new one. One thread records; `status` may be called from others.
 
     Args:
         floor: least mean agreement of a window, 0..1; 0 never switches.
@@ -71,31 +68,37 @@ class QualityGuard:
 
     def status(self) -> dict[str, Any]:
         """The state; comparisons since the start; the window's means, None before its first; fields of `GET /v1/store`."""
+        last = self._last.copy()
         return {
             "evaluated": self._evaluated,
-            "agreement": fmean(one.agreement for one in self._last) if self._last else None,
-            "first_token_kl_nats": fmean(one.first_token_kl_nats for one in self._last) if self._last else None,
+            "agreement": fmean(one.agreement for one in last) if last else None,
+            "first_token_kl_nats": fmean(one.first_token_kl_nats for one in last) if last else None,
             "floor": self._floor,
             "full_recompute": self.full_recompute,
         }
 
 
 class ShadowEvaluation:
-    """Compares sampled requests with full prefill, and has a guard for each tenant.
+    """Compares sampled requests with full prefill, and has a guard for each tenant; belongs to the scheduler's thread.
 
-    One request at a time is sampled, since its prompt's KV waits for the comparison. `status` is thread-safe; everything else
-    belongs to the scheduler's thread.
+    One request at a time is sampled, since its prompt's KV waits for the comparison.
 
     Args:
-        config: share, floor, window and tokens.
+        share: of blended requests that are sampled.
+        floor, window: see `QualityGuard`.
+        tokens: first greedy tokens that are compared.
         observer: called with every report. Must return at once.
+
+    Attributes:
+        guards: by tenant.
     """
 
-    def __init__(self, config: ServingConfig, observer: Callable[[ShadowReport], None]) -> None:
-        self._config, self._observer = config, observer
-        self._lock = threading.Lock()
-        self._guards: dict[str, QualityGuard] = {}
-        self._sampled: ServedRequest | None = None  # from its prefill to the end of its comparison
+    def __init__(
+        self, *, share: float, floor: float, window: int, tokens: int, observer: Callable[[ShadowReport], None]
+    ) -> None:
+        self._share, self._floor, self._tokens, self._observer = share, floor, tokens, observer
+        self.guards: defaultdict[str, QualityGuard] = defaultdict(lambda: QualityGuard(floor, window))
+        self._sampled: Request | None = None  # from its prefill to the end of its comparison
         self._steps: Generator[object, None, Comparison | None] | None = None
 
     @property
@@ -103,20 +106,20 @@ class ShadowEvaluation:
         """Whether a comparison waits or has begun."""
         return self._steps is not None
 
-    def admit(self, request: ServedRequest) -> None:
+    def admit(self, request: Request) -> None:
         """Sample some requests before their prefill, and switch all to full recompute if the guard says so."""
-        if request.prepared.method != "blend" or request.own_ratio:
+        if request.method != "blend" or request.asked.recompute_ratio is not None:  # which the caller chose
             return
-        if self._guard(request.tenant).full_recompute:
-            request.prepared = replace(request.prepared, method="full_recompute")
-        if self._sampled is None and not request.is_follower and random.random() < self._config.guard_share:
-            request.sampled, self._sampled = True, request
+        if self.guards[request.tenant].full_recompute:
+            request.method = "full_recompute"
+        if self._sampled is None and request.leader is None and random.random() < self._share:
+            request.holds_kv, self._sampled = True, request
 
-    def leave(self, request: ServedRequest, *, answered: bool) -> None:
+    def leave(self, request: Request, *, answered: bool) -> None:
         """A request ended; if it is sampled and was answered, its comparison waits from now on."""
         if request is self._sampled:
             # A blended prompt without stored KV is full prefill.
-            is_same = answered and request.prepared.method == "blend" and not request.prepared.fused.reusable_tokens
+            is_same = answered and request.method == "blend" and not request.fused.reusable_tokens
             self._steps = self._compare(request) if answered and not is_same else None
             if self._steps is None:
                 self.close()
@@ -135,50 +138,39 @@ class ShadowEvaluation:
             self._record(None)
         self.close()
 
-    def status(self, tenant: str) -> dict[str, Any]:
-        guard = self._guard(tenant)
-        with self._lock:
-            return guard.status()
-
     def close(self) -> None:
         """Drop the comparison, and free what it holds."""
         if self._steps is not None:
             self._steps.close()
         if self._sampled is not None:
-            self._sampled.prepared.release()
+            self._sampled.release()
         self._sampled = self._steps = None
 
-    def _guard(self, tenant: str) -> QualityGuard:
-        with self._lock:
-            return self._guards.setdefault(tenant, QualityGuard(self._config.guard_floor, self._config.guard_window))
-
-    def _compare(self, request: ServedRequest) -> Generator[object, None, Comparison | None]:
+    def _compare(self, request: Request) -> Generator[object, None, Comparison | None]:
         """Prefill the prompt in the way that it was not served, and compare; None if blending reused nothing."""
-        engine, served = request.engine, request.prepared
-        if served.method == "blend":
-            blended, full = served.fused, (yield from engine.fusor.fuse_steps([Segment(served.fused.token_ids)]))
+        engine = request.engine
+        if request.method == "blend":
+            blended, full = request.fused, (yield from engine.fusor.fuse_steps([Segment(request.fused.token_ids)]))
         else:
-            shadow = replace(served, method="blend")
+            shadow = request.fresh("blend")
             with closing(engine.prefill_steps(shadow)) as steps:
                 yield from steps
-            blended, full = shadow.fused, served.fused
+            blended, full = shadow.fused, request.fused
             if not blended.reusable_tokens:
                 return None
-        greedy = {**served.sampling, **sampling_options(0.0, 1.0)}
-        return (yield from compare_steps(engine.fusor, full, blended, self._config.guard_tokens, greedy))
+        greedy = Sampling().generation_options(engine.fusor.tokenizer)
+        return (yield from compare_steps(engine.fusor, full, blended, self._tokens, greedy))
 
     def _record(self, comparison: Comparison | None) -> None:
         assert self._sampled is not None
-        tenant, blended = self._sampled.tenant, self._sampled.prepared.method == "blend"
-        guard = self._guard(tenant)
-        with self._lock:
-            switched = comparison is not None and blended is not guard.full_recompute and guard.record(comparison)
-        if switched:
+        tenant, blended = self._sampled.tenant, self._sampled.method == "blend"
+        guard = self.guards[tenant]
+        if comparison is not None and blended is not guard.full_recompute and guard.record(comparison):
             logger.warning(
                 "the quality guard of %s: blended answers agree %s with full prefill's (guard_floor=%g); prompts are %s",
                 f"tenant {tenant!r}" if tenant else "the service",
                 "too little" if guard.full_recompute else "again",
-                self._config.guard_floor,
+                self._floor,
                 "recomputed in full" if guard.full_recompute else "blended",
             )
         try:

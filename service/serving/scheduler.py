@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self, TypeVar
 
-from cacheblend.base.errors import DeadlineError, QueueFullError, ShuttingDownError
+import torch
+
+from cacheblend.base.checks import check_share, check_whole, is_number
+from cacheblend.base.errors import ConfigError, DeadlineError, QueueFullError, ShuttingDownError
+from cacheblend.base.options import option
 from cacheblend.blend import Fusor
+from cacheblend.service.engine.request import Done, Failed, Request
 
-from .config import ServingConfig
-from .device_clock import DeviceClock
-from .fair_queue import FairQueue
 from .quality_guard import ShadowEvaluation, ShadowReport
-from .served_request import Done, Failed, ServedRequest
 
 # Of the time while a prompt is prefilled. A step reads the weights once, for one sequence as for many: a step after every layer
 # would double a short prompt's time, and fewer steps serve all the sequences that were prefilled meanwhile.
@@ -27,8 +29,127 @@ DECODE_SHARE = 0.25
 TENANT_PLACES = 0.75  # of all places that one of several tenants may have, so that another tenant's request finds one
 SHADOW_AFTER_S = 0.25  # without a request: a client that asks one question after the other does not wait for a check's layer
 FIRST_PREFILL_S = 0.5  # a guess for Retry-After, before the first prompt
+LAYERS_AHEAD = 2  # that are launched on the device and have not run: enough for a device that is never idle
+GUARD = "Quality guard"
 logger = logging.getLogger(__name__)
-Observer = Callable[[ServedRequest, Done | Failed | None], None]
+Observer = Callable[[Request, Done | Failed | None], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingConfig:
+    """Limits of a `Scheduler`, and its quality guard (`QualityGuard`).
+
+    By default one blended request in a hundred is compared with full prefill, while nothing else runs, and the result is only
+    reported: which agreement is good enough differs by model and by use, so `guard_floor` is the operator's to set.
+
+    Args:
+        turn_s: seconds after which a prompt that is not prefilled waits for the other tenants' turns.
+        guard_tokens: first greedy tokens that are compared.
+        guard_window: comparisons that the mean agreement is over.
+
+    Raises:
+        ConfigError: a value is not allowed.
+    """
+
+    max_num_seqs: int = option(
+        16, "Requests that hold a KV cache at once: those that decode together, and the one that is prefilled."
+    )
+    max_waiting: int = option(64, "Requests of a tenant that may be prepared or wait; the next one is refused.")
+    max_uploads: int = option(8, "Uploads of a tenant that may wait or run; the next one is refused.")
+    deadline_s: float = option(300.0, "Seconds from a request's arrival after which it is given up; so is an upload not begun.")
+    grace_s: float = option(30.0, "Seconds in which running requests may end when the service stops; uploads have half of it.")
+    guard_share: float = option(
+        0.01, "Share, 0 to 1, of blended requests that are compared with full prefill when nothing else runs.", panel=GUARD
+    )
+    guard_floor: float = option(
+        0.0,
+        "Least mean agreement, 0 to 1; below it prompts are recomputed in full until they agree again. 0 only reports.",
+        panel=GUARD,
+    )
+    turn_s: float = 1.0
+    guard_tokens: int = 8
+    guard_window: int = 20
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_waiting", "max_uploads", "guard_tokens", "guard_window"):
+            check_whole(name, getattr(self, name))
+        for name, least in (("deadline_s", "above 0"), ("grace_s", "0 or above")):
+            value = getattr(self, name)
+            if not is_number(value) or value < 0 or (value == 0 and name != "grace_s"):
+                raise ConfigError(name, value, f"seconds, {least}")
+        for name in ("guard_share", "guard_floor"):
+            check_share(name, getattr(self, name))
+        if self.guard_floor and not self.guard_share:
+            raise ConfigError("guard_floor", self.guard_floor, "0 where guard_share=0, since nothing is checked then")
+
+
+class HasTenant(Protocol):
+    """A request as turns see it."""
+
+    @property
+    def tenant(self) -> str:
+        """Who asks."""
+
+
+_Waiting = TypeVar("_Waiting", bound=HasTenant)
+
+
+class Turns:
+    """Round robin between tenants: the one that was served longest ago is next. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._turns = itertools.count(1)
+        self._last_turn: defaultdict[str, int] = defaultdict(int)  # by tenant
+
+    def take(self, waiting: list[_Waiting], may: Callable[[_Waiting], bool] = lambda _: True) -> _Waiting | None:
+        """Remove the first request of the tenant whose turn it is, and return it.
+
+        Args:
+            waiting: requests, each tenant's in their order.
+            may: whether a request may have a turn now.
+
+        Returns:
+            The request; None if there is none that may.
+        """
+        request = min(filter(may, waiting), key=lambda one: self._last_turn[one.tenant], default=None)
+        if request is not None:
+            self._last_turn[request.tenant] = next(self._turns)
+            waiting.remove(request)
+        return request
+
+
+class DeviceClock:
+    """Clock of a device whose work a host launches ahead of it; holds the host at most `LAYERS_AHEAD` layers ahead.
+
+    So a decoding step waits for no more than those.
+
+    Args:
+        mark: notes the present moment in the device's order, as a `torch.cuda.Event` that can be waited for; None on a device
+            that has run what was called.
+    """
+
+    def __init__(self, mark: Callable[[], Any] | None) -> None:
+        self._mark = mark
+        self._layers: deque[Any] = deque()
+
+    @classmethod
+    def of(cls, device: torch.device) -> Self:
+        """The clock of a device's current stream, or of the CPU."""
+        return cls((lambda: torch.cuda.current_stream(device).record_event()) if device.type == "cuda" else None)
+
+    def launched_layer(self) -> None:
+        """A layer was launched; wait for an earlier one if too many have not run."""
+        if self._mark is not None:
+            self._layers.append(self._mark())
+            if len(self._layers) > LAYERS_AHEAD:
+                self._layers.popleft().synchronize()
+
+    def now(self) -> float:
+        """Wait until everything that was launched has run; `time.perf_counter` then."""
+        if self._mark is not None:
+            self._mark().synchronize()
+            self._layers.clear()
+        return time.perf_counter()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +191,18 @@ class Scheduler:
         self._tenant_places = max(1, int(places * TENANT_PLACES)) if several_tenants else places
         self._fusor, self._observer = fusor, observer
         self._changed = threading.Condition()
-        self._queue: FairQueue[ServedRequest] = FairQueue()
-        self._running: list[ServedRequest] = []
-        self._prompt: ServedRequest | None = None  # that has its turn; others that are not prefilled are in the queue again
+        self._waiting: list[Request] = []  # each tenant's in their order
+        self._turns = Turns()
+        self._running: list[Request] = []
+        self._prompt: Request | None = None  # that has its turn; others that are not prefilled wait again
         self._turn_ends = 0.0
-        self._shadow = ShadowEvaluation(self.config, shadow_observer)
+        self._shadow = ShadowEvaluation(
+            share=self.config.guard_share,
+            floor=self.config.guard_floor,
+            window=self.config.guard_window,
+            tokens=self.config.guard_tokens,
+            observer=shadow_observer,
+        )
         self._closing = self._aborted = False
         self._prefill_s = FIRST_PREFILL_S  # a running mean, for Retry-After
         self._device = DeviceClock.of(fusor.decoder.device)
@@ -82,7 +210,7 @@ class Scheduler:
         self._thread = threading.Thread(target=self._work, name="scheduler", daemon=True)
         self._thread.start()
 
-    def submit(self, request: ServedRequest) -> None:
+    def submit(self, request: Request) -> None:
         """Queue a request; its events come from the scheduler's thread.
 
         Raises:
@@ -93,7 +221,8 @@ class Scheduler:
             self.check_room(request.tenant)
             if not self.is_busy:
                 self._stepped = time.perf_counter()
-            self._queue.put(request)
+            request.submitted = time.perf_counter()
+            self._waiting.append(request)
             self._changed.notify_all()
 
     def check_room(self, tenant: str, preparing: int = 0) -> None:
@@ -106,7 +235,7 @@ class Scheduler:
         if self._closing:
             raise ShuttingDownError("the service is shutting down; ask another one, or later")
         with self._changed:
-            waiting = self._queue.count(tenant) + preparing
+            waiting = preparing + sum(request.tenant == tenant for request in self._waiting)
         if waiting >= self.config.max_waiting:
             retry_after_s = max(1, math.ceil(waiting * self._prefill_s))
             raise QueueFullError(
@@ -118,13 +247,13 @@ class Scheduler:
     def state(self) -> SchedulerState:
         """Numbers of requests by what they do now."""
         with self._changed:
-            decoding = sum(running.is_prefilled for running in self._running)
+            decoding = sum(running.decoding is not None for running in self._running)
             prefilling = len(self._running) - decoding
-            return SchedulerState(len(self._queue) + (self._prompt is not None) - prefilling, prefilling, decoding)
+            return SchedulerState(len(self._waiting) + (self._prompt is not None) - prefilling, prefilling, decoding)
 
     def quality(self, tenant: str) -> dict[str, Any]:
         """How a tenant's blended prompts compare with full prefill; see `QualityGuard.status`."""
-        return self._shadow.status(tenant)
+        return self._shadow.guards[tenant].status()
 
     @property
     def is_alive(self) -> bool:
@@ -135,7 +264,7 @@ class Scheduler:
     def is_busy(self) -> bool:
         """Whether a request runs or waits."""
         with self._changed:
-            return bool(self._running) or len(self._queue) > 0
+            return bool(self._running or self._waiting)
 
     @property
     def stalled_s(self) -> float:
@@ -206,18 +335,14 @@ class Scheduler:
 
     def _drop_ended(self) -> None:
         with self._changed:
-            waiting = self._queue.remove(self._is_over)
-        for request in waiting:
-            if request not in self._running:
-                self._report(request, self._why_over(request))
-        for running in list(self._running):
-            if self._is_over(running):
-                self._leave(running, self._why_over(running))
+            over = [request for request in dict.fromkeys([*self._waiting, *self._running]) if self._is_over(request)]
+        for request in over:
+            self._leave(request, self._why_over(request))
 
-    def _is_over(self, request: ServedRequest) -> bool:
-        return request.cancelled or self._aborted or time.perf_counter() - request.arrived > self.config.deadline_s
+    def _is_over(self, request: Request) -> bool:
+        return request.cancelled or self._aborted or time.perf_counter() - request.asked.arrived > self.config.deadline_s
 
-    def _why_over(self, request: ServedRequest) -> Failed | None:
+    def _why_over(self, request: Request) -> Failed | None:
         if request.cancelled:
             return None
         if self._aborted:
@@ -228,15 +353,15 @@ class Scheduler:
         """Begin, or go on with, the prompt of the tenant whose turn it is; a new one needs a place."""
         places = Counter(running.tenant for running in self._running)
 
-        def may(request: ServedRequest) -> bool:
+        def may(request: Request) -> bool:
             has_place = len(self._running) < self.config.max_num_seqs and places[request.tenant] < self._tenant_places
             return has_place or request in self._running
 
         self._turn_ends = time.perf_counter() + self.config.turn_s
         with self._changed:
             if self._prompt is not None:
-                self._queue.put_back(self._prompt)
-            self._prompt = request = self._queue.take(may)
+                self._waiting.insert(0, self._prompt)
+            self._prompt = request = self._turns.take(self._waiting, may)
             if request is None or request in self._running:
                 return
             self._running.append(request)
@@ -246,21 +371,21 @@ class Scheduler:
         except Exception as error:
             self._leave(request, Failed(error))
 
-    def _prefill(self, running: ServedRequest) -> None:
+    def _prefill(self, running: Request) -> None:
         try:
             complete = running.prefill_layer()
         except Exception as error:
             self._leave(running, Failed(error))
             return
         self._device.launched_layer()
-        if running.is_prefilled:
+        if running.decoding is not None:
             self._prefill_s += 0.2 * (time.perf_counter() - running.begun - self._prefill_s)
             self._prompt = None
         if complete:
             self._finish(running)
 
     def _decode(self) -> None:
-        batch = [running for running in self._running if running.is_prefilled]
+        batch = [running for running in self._running if running.decoding is not None]
         if not batch:
             return
         began = self._device.now()
@@ -268,7 +393,7 @@ class Scheduler:
         ended = self._device.now()
         self._next_decode = ended + (1 / DECODE_SHARE - 1) * (ended - began)
 
-    def _step(self, batch: list[ServedRequest]) -> None:
+    def _step(self, batch: list[Request]) -> None:
         try:
             logits_RV = self._fusor.decoder.decode([running.last_token for running in batch], [running.kv for running in batch])
         except Exception as error:  # some layers may have appended the token and others not, so no sequence can go on
@@ -284,25 +409,22 @@ class Scheduler:
             if complete:
                 self._finish(running)
 
-    def _finish(self, running: ServedRequest) -> None:
+    def _finish(self, running: Request) -> None:
         try:
             how: Done | Failed = running.finish()
         except Exception as error:
             how = Failed(error)
         self._leave(running, how)
 
-    def _leave(self, running: ServedRequest, how: Done | Failed | None) -> None:
-        running.end()
-        self._shadow.leave(running, answered=isinstance(how, Done))
+    def _leave(self, request: Request, how: Done | Failed | None) -> None:
+        request.end()
+        self._shadow.leave(request, answered=isinstance(how, Done))
         with self._changed:
-            self._running.remove(running)
-            self._queue.remove(lambda waiting: waiting is running)
-            if running is self._prompt:
+            self._running = [running for running in self._running if running is not request]
+            self._waiting = [waiting for waiting in self._waiting if waiting is not request]
+            if request is self._prompt:
                 self._prompt = None
             self._left = time.perf_counter()
-        self._report(running, how)
-
-    def _report(self, request: ServedRequest, how: Done | Failed | None) -> None:
         if isinstance(how, Failed):
             logger.warning("a request failed: %s: %s", type(how.error).__name__, how.error)
         try:

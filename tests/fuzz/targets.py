@@ -29,9 +29,9 @@ from cacheblend.blend.gguf_file import read_header
 from cacheblend.retriever import Document, Retriever, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.document_sources import read_documents
+from cacheblend.service.engine.grammar import GrammarCompiler
 from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.server import Server
-from cacheblend.service.serving.grammar import GrammarCompiler
 from cacheblend.store import KVStore, StoreConfig
 
 Check = Callable[[st.DataObject], None]

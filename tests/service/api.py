@@ -21,7 +21,7 @@ from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.http.app import uvicorn_config
 from cacheblend.service.http.config import HttpConfig, TenantConfig, hash_key
 from cacheblend.service.http.server import Server
-from cacheblend.service.serving.config import ServingConfig
+from cacheblend.service.serving.scheduler import ServingConfig
 
 MODEL = "tiny"
 

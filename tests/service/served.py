@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from recorded import RecordedAnswer, replay_prompt
 
 from cacheblend.service import AnswerPlan, Engine
+from cacheblend.service.engine.decoding import Piece
+from cacheblend.service.engine.request import Done, Event, Failed
 from cacheblend.service.serving.scheduler import Scheduler
-from cacheblend.service.serving.served_request import Done, Event, Failed, Piece, ServedRequest
 
 
 class Client:
@@ -46,26 +47,12 @@ def serve(
     question: str,
     *,
     on_token: Callable[[], object] | None = None,
-    tenant: str = "",
-    cache_salt: str = "",
-    stop: Sequence[str] = (),
-    own_ratio: bool = False,
-    arrived: float | None = None,
     **options: Any,
 ) -> Client:
     """Submit a question; the options are `Engine.prepare`'s."""
     client = Client(on_token)
-    prepared = engine.prepare(question, cache_salt=cache_salt, **{"num_chunks": 2, **options})
-    request = ServedRequest(
-        engine,
-        prepared,
-        client.deliver,
-        tenant=tenant,
-        stop=stop,
-        own_ratio=own_ratio,
-        arrived=arrived,
-    )
-    client.cancel = request.cancel
+    request = engine.prepare(question, **{"num_chunks": 2, **options})
+    request.deliver, client.cancel = client.deliver, request.cancel
     scheduler.submit(request)
     return client
 

@@ -124,7 +124,7 @@ def main(config: ServedConfig) -> None:
     from cacheblend.service.http.app import run
     from cacheblend.service.http.config import HttpConfig
     from cacheblend.service.http.server import Server
-    from cacheblend.service.serving.config import ServingConfig
+    from cacheblend.service.serving.scheduler import ServingConfig
     from cacheblend.store import StoreConfig
 
     logging.basicConfig(level=logging.WARNING)

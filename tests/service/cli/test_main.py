@@ -20,7 +20,7 @@ from cacheblend.retriever.catalog import Catalog
 from cacheblend.retriever.index_folder import INDEX_FILE
 from cacheblend.service import EngineConfig
 from cacheblend.service.http.config import HttpConfig
-from cacheblend.service.serving.config import ServingConfig
+from cacheblend.service.serving.scheduler import ServingConfig
 from cacheblend.store import KVStore, StoreConfig
 
 OPTIONS = options_of(EngineConfig, ServingConfig, HttpConfig)

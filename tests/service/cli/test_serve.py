@@ -14,7 +14,7 @@ from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.cli import main as cli
 from cacheblend.service.http.config import HttpConfig, TenantConfig, hash_key
 from cacheblend.service.http.guard import ApiKeys
-from cacheblend.service.serving.config import ServingConfig
+from cacheblend.service.serving.scheduler import ServingConfig
 
 DIGEST = hash_key("cb-key")
 

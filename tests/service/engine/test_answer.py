@@ -3,6 +3,7 @@ import itertools
 import json
 import math
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +21,12 @@ from engines import (
     kinds,
     prompt_of,
 )
-from transformers.generation.streamers import BaseStreamer
 
 from cacheblend.blend import ExplicitPositions, FusionConfig, Fusor, Segment
 from cacheblend.retriever import PlainTokenizer
 from cacheblend.service import Answer, Engine
+from cacheblend.service.engine.prefill import PrefillSteps
+from cacheblend.service.engine.request import Request
 from cacheblend.store import BLOCK_TOKENS, ChunkKey, context_digest
 
 METHODS = ("full_recompute", "prefix_cache", "full_reuse", "blend")
@@ -253,28 +255,29 @@ def test_timings(engine: Engine, method: str, max_tokens: int) -> None:
 
 
 def test_first_token_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time to first token ends when the first generated token is on the host: not before, not with the last one."""
-    pause = threading.Event()
+    """The time to first token ends with the first token: it has the prefill in it, and no step of decoding."""
+    pause, decode, steps = threading.Event(), engine.fusor.decoder.decode, engine.prefill_steps
 
-    def generate(*_: object, streamer: BaseStreamer, **__: object) -> list[int]:
-        for value in (torch.tensor([[2, 3, 4]]), torch.tensor([5]), torch.tensor([6])):
-            streamer.put(value)
-            pause.wait(0.1)
-        streamer.end()
-        return [5, 6]
+    def slow(*given: Any) -> Any:
+        pause.wait(0.2)
+        return decode(*given)
 
-    monkeypatch.setattr(engine.fusor, "generate", generate)
-    timings = ask(engine).timings
-    assert timings.ttft_s - timings.prefill_s >= 0.1
-    assert timings.decode_s >= 0.2
+    def slow_prefill(request: Request) -> PrefillSteps:
+        pause.wait(0.5)
+        yield from steps(request)
+
+    monkeypatch.setattr(engine.fusor.decoder, "decode", slow)
+    monkeypatch.setattr(engine, "prefill_steps", slow_prefill)
+    timings = ask(engine, max_tokens=3).timings
+    assert timings.ttft_s >= 0.5
+    assert timings.decode_s >= 0.4
 
 
 def test_sampling(engine: Engine) -> None:
     """With a temperature tokens are drawn: the same for the same seed, others for other seeds, greedy ones where it is 0."""
 
     def sample(seed: int, **options: float) -> list[int]:
-        torch.manual_seed(seed)
-        return ask(engine, **options).token_ids
+        return ask(engine, seed=seed, **options).token_ids
 
     greedy = ask(engine).token_ids
     drawn = [sample(seed, temperature=2.0) for seed in range(4)]
@@ -293,10 +296,9 @@ def test_stops_at_the_end_token(engine: Engine, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(engine.fusor.model.generation_config, "eos_token_id", end)
     short = ask(engine, max_tokens=12)
     assert short.token_ids == long.token_ids[: at + 1]
-    end = engine.fusor.tokenizer.eos_token_id
-    monkeypatch.setattr(engine.fusor, "generate", lambda *_, **__: [*long.token_ids, end])
-    assert ask(engine).token_ids == [*long.token_ids, end]
-    assert ask(engine).text == long.text
+    special = engine.fusor.tokenizer.eos_token_id
+    ended = ask(engine, max_tokens=12, logit_bias={special: 1e9})
+    assert (ended.token_ids[0], ended.text) == (special, "")
 
 
 def test_as_dict(engine: Engine) -> None:

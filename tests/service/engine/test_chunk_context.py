@@ -47,7 +47,8 @@ def salted_keys(engine: Engine, documents: Sequence[dict[str, object]], salt: st
     """The keys that a salted request over brought documents looks up."""
     request = engine.prepare(QUESTION, documents=documents, cache_salt=salt)
     list(engine.prefill_steps(request))
-    return [segment.key for segment in request.segments]
+    assert request.prefill is not None
+    return [segment.key for segment in request.prefill.segments]
 
 
 class TestDocuments:

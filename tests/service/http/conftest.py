@@ -14,7 +14,7 @@ from browser import BROWSER, PHONE, WATCH_ANSWER, WIDE
 from cacheblend.service import Engine
 from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.server import Server
-from cacheblend.service.serving.config import ServingConfig
+from cacheblend.service.serving.scheduler import ServingConfig
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from waiting import wait_until
 
 from cacheblend.service.http.server import Server
-from cacheblend.service.serving.config import ServingConfig
+from cacheblend.service.serving.scheduler import ServingConfig
 
 NAMES = ("hostile", "good")
 SLOW = "slowly"

@@ -19,7 +19,7 @@ from cacheblend.service import Engine
 from cacheblend.service.http.app import STATIC, run
 from cacheblend.service.http.config import HttpConfig, TenantConfig
 from cacheblend.service.http.server import Server
-from cacheblend.service.serving.config import ServingConfig
+from cacheblend.service.serving.scheduler import ServingConfig
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4}
 

@@ -25,7 +25,7 @@ from cacheblend.base.errors import (
 from cacheblend.service import Engine
 from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.server import Server
-from cacheblend.service.serving.config import ServingConfig
+from cacheblend.service.serving.scheduler import ServingConfig
 
 JSON = {"Content-Type": "application/json"}
 CHATS, TEXTS, EMBEDDINGS, UPLOADS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/documents"

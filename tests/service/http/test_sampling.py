@@ -19,7 +19,7 @@ from waiting import wait_until
 from cacheblend.blend import Fusor, NextToken, SequenceKV
 from cacheblend.service import Engine
 from cacheblend.service.http.server import Server
-from cacheblend.service.serving.config import ServingConfig
+from cacheblend.service.serving.scheduler import ServingConfig
 
 HAS_GRAMMARS = find_spec("llguidance") is not None
 needs_grammars = pytest.mark.skipif(not HAS_GRAMMARS, reason="needs llguidance (pip install cacheblend[structured])")

@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 
 from cacheblend.blend import Fusor
 from cacheblend.service import Engine
+from cacheblend.service.engine.grammar import Grammar, GrammarCompiler
 from cacheblend.service.engine.prompt import Message
 from cacheblend.service.http import chat
 from cacheblend.service.http.answers import CallReader
 from cacheblend.service.http.schemas import call_schema
-from cacheblend.service.serving.config import ServingConfig
-from cacheblend.service.serving.grammar import Grammar, GrammarCompiler
-from cacheblend.service.serving.sampling import Sampling
+from cacheblend.service.serving.scheduler import ServingConfig
 
 # In little what Qwen's is.
 TEMPLATE = (
@@ -77,10 +76,10 @@ def writes_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model writes `WRITTEN`, whatever it is asked."""
     llguidance = pytest.importorskip("llguidance")
 
-    def sampling_of(_: Any, compiler: GrammarCompiler) -> Sampling:
+    def sampling_of(_: Any, compiler: GrammarCompiler) -> dict[str, Any]:
         compiler.json()  # makes the vocabulary
         lark = llguidance.LLMatcher.grammar_from_lark(f"start: {json.dumps(WRITTEN)}")
-        return Sampling(grammar=Grammar(llguidance.LLMatcher(compiler._vocabulary, lark), "tools"))
+        return {"grammar": Grammar(llguidance.LLMatcher(compiler._vocabulary, lark), "tools")}
 
     monkeypatch.setattr(chat, "sampling_of", sampling_of)
 

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,13 +16,13 @@ from hypothesis import strategies as st
 from served import Client, serve
 from waiting import wait_until
 
+from cacheblend.blend import FusionConfig
 from cacheblend.blend.fidelity import Comparison, relative_kv_error
 from cacheblend.blend.fusion import FusionSteps
 from cacheblend.service import Engine
-from cacheblend.service.serving.config import ServingConfig
+from cacheblend.service.engine.request import Done
 from cacheblend.service.serving.quality_guard import QualityGuard, ShadowReport
-from cacheblend.service.serving.scheduler import Scheduler
-from cacheblend.service.serving.served_request import Done
+from cacheblend.service.serving.scheduler import Scheduler, ServingConfig
 
 
 def compared(agreement: float, kl_nats: float = 0.0) -> Comparison:
@@ -124,7 +125,8 @@ def test_full_recompute_until_answers_agree(engine: Engine, reports: Reports, ca
     caplog.set_level(logging.WARNING)
 
     def method(scheduler: Scheduler, ratio: float = 0.15) -> str:
-        return str(ask(engine, scheduler, reports, max_tokens=2, recompute_ratio=ratio).answer.plan.method)
+        engine.config = replace(engine.config, fusion=FusionConfig(recompute_ratio=ratio))
+        return str(ask(engine, scheduler, reports, max_tokens=2).answer.plan.method)
 
     with guarded(engine, reports, guard_floor=1.0, guard_tokens=40) as scheduler:
         assert [method(scheduler) for _ in range(3)] == ["blend", "full_recompute", "full_recompute"]
@@ -141,7 +143,7 @@ def test_full_recompute_until_answers_agree(engine: Engine, reports: Reports, ca
     assert caplog.text.count("agree too little") == caplog.text.count("agree again") == 1
 
 
-@pytest.mark.parametrize("options", [{"method": "full_reuse"}, {"method": "full_recompute"}, {"own_ratio": True}])
+@pytest.mark.parametrize("options", [{"method": "full_reuse"}, {"method": "full_recompute"}, {"recompute_ratio": 0.15}])
 def test_what_the_caller_chose_is_not_changed(engine: Engine, reports: Reports, options: dict[str, object]) -> None:
     """Requests with another method, or with a ratio of the caller's own, are neither compared nor switched."""
     with guarded(engine, reports, guard_floor=1.0, guard_tokens=40) as scheduler:

@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -17,10 +18,8 @@ from cacheblend.base.errors import DeadlineError, QueueFullError, ShuttingDownEr
 from cacheblend.blend import LayerReport
 from cacheblend.service import Engine
 from cacheblend.service.engine.prefill import PrefillSteps
-from cacheblend.service.engine.request import Request, namespace_of
-from cacheblend.service.serving.config import ServingConfig
-from cacheblend.service.serving.scheduler import Scheduler, SchedulerState
-from cacheblend.service.serving.served_request import Done, Failed, ServedRequest
+from cacheblend.service.engine.request import Done, Failed, Request, namespace_of
+from cacheblend.service.serving.scheduler import LAYERS_AHEAD, DeviceClock, Scheduler, SchedulerState, ServingConfig, Turns
 
 QUESTIONS = (QUESTION, "How is a class made?", "for?", "What does with do with a context manager that fails at exit?")
 
@@ -273,21 +272,72 @@ def test_closing_finishes_what_runs(engine: Engine) -> None:
 
 def test_a_fault_of_the_scheduler_leaves_nobody_waiting(engine: Engine) -> None:
     """If the thread itself fails, every request fails, no more are accepted, and closing works."""
-
-    class Faulty(ServedRequest):
-        faults = 1
-
-        @property
-        def cancelled(self) -> bool:
-            self.faults -= 1
-            if self.faults == 0:
-                raise RuntimeError
-            return False
-
-    client = Client(None)
     with Scheduler(engine.fusor) as scheduler:
-        scheduler.submit(Faulty(engine, engine.prepare(QUESTION), client.deliver))
+        client = serve(engine, scheduler, QUESTION, arrived="a time that no clock has")
         assert isinstance(client.result().error, ShuttingDownError)
         wait_until(lambda: not scheduler.is_alive)
         with pytest.raises(ShuttingDownError):
             serve(engine, scheduler, QUESTION)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    tenant: str
+    number: int = 0
+
+
+def test_turns() -> None:
+    """The tenant that was served longest ago is next, whoever has more requests; a tenant's own stay in order."""
+    turns, waiting = Turns(), [*(Waiting("a", number) for number in range(56)), Waiting("b", 0), Waiting("b", 1)]
+    order = [turns.take(waiting) for _ in range(58)]
+    assert [(one.tenant, one.number) for one in order[:5] if one] == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2)]
+    assert [one.number for one in order if one and one.tenant == "a"] == list(range(56))
+    assert turns.take(waiting) is None
+    waiting += [Waiting("a"), Waiting("b")]  # "a" was the last one, although no "b" waited then
+    assert turns.take(waiting) == Waiting("b")
+
+
+def test_a_tenant_that_may_not_is_passed_over() -> None:
+    """A tenant without a turn now stays where it is, and the next one is served."""
+    turns, waiting = Turns(), [Waiting("a"), Waiting("b")]
+    assert turns.take(waiting, lambda request: request.tenant != "a") == Waiting("b")
+    assert turns.take(waiting, lambda request: request.tenant != "a") is None
+    assert (turns.take(waiting), waiting) == (Waiting("a"), [])
+
+
+class Device:
+    """Runs what is launched in order, on a clock of its own."""
+
+    def __init__(self) -> None:
+        self.host_s = self.done_s = self.idle_s = 0.0
+
+    def launch(self, seconds: float, launch_s: float = 0.001) -> None:
+        self.host_s += launch_s
+        self.idle_s += max(0.0, self.host_s - self.done_s)
+        self.done_s = max(self.done_s, self.host_s) + seconds
+
+    def mark(self) -> Moment:
+        return Moment(self)
+
+
+class Moment:
+    """An event of the device."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.at_s = device, device.done_s
+
+    def synchronize(self) -> None:
+        self.device.host_s = max(self.device.host_s, self.at_s)
+
+
+def test_the_host_is_a_few_layers_ahead_and_the_device_never_idle() -> None:
+    """However long layers run, only a few are launched ahead, and the device has always one."""
+    device = Device()
+    clock = DeviceClock(device.mark)
+    for _ in range(100):
+        device.launch(0.02)
+        clock.launched_layer()
+        assert device.done_s - device.host_s <= LAYERS_AHEAD * 0.02 + 1e-9
+    assert device.idle_s == pytest.approx(0.001)  # the first launch
+    clock.now()
+    assert device.host_s == device.done_s

@@ -7,7 +7,7 @@ from fakes import tiny_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend.service.serving.text_stream import UNFINISHED, TextStream
+from cacheblend.service.engine.decoding import UNFINISHED, TextStream
 
 
 def stream(token_ids: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], TextStream]:

@@ -8,7 +8,7 @@ import pytest
 
 from cacheblend.base.errors import InputError
 from cacheblend.service import Engine
-from cacheblend.service.serving.grammar import GrammarCompiler, written_out
+from cacheblend.service.engine.grammar import GrammarCompiler, written_out
 
 
 @pytest.mark.parametrize(

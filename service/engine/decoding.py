@@ -1,0 +1,264 @@
+"""Decoding of one sequence: how its tokens are drawn, which text they have, and their log-probabilities.
+
+Shapes: V words of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from cacheblend.base.errors import ConfigError
+from cacheblend.blend import FusionResult, Fusor, NextToken, SequenceKV
+
+from .grammar import Grammar
+
+LEAST_TEMPERATURE = 1e-5  # logits over less leave float32's range, and the likeliest token is drawn anyway
+UNFINISHED = "\ufffd"  # how a tokenizer decodes the first bytes of a character
+MAX_UNDECODED = 16  # tokens; a character has at most 4 bytes, so more of them are no character that is still to come
+SETTLED_TOKENS = 4  # after so many more tokens a character is complete, or never will be
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the tokens of an answer are drawn; by default the likeliest ones.
+
+    Args:
+        temperature: 0 is greedy; above, tokens are sampled.
+        top_p: sample from the likeliest tokens of this total probability.
+        top_k: sample from so many likeliest tokens; 0 or -1 for all.
+        min_p: tokens less likely than this share of the likeliest token's probability are not drawn.
+        seed: of the draws; None draws one.
+        presence_penalty: subtracted from the logit of each token that the answer contains.
+        frequency_penalty: subtracted from a token's logit for each time that the answer contains it.
+        repetition_penalty: divides the logits of tokens that prompt or answer contain (multiplies them below 0); 1 for none.
+        logit_bias: added to tokens' logits.
+        logprobs: how many of the likeliest tokens are reported with each token; None reports none.
+        grammar: of the answer; None for any text.
+
+    Raises:
+        ConfigError: a temperature, top_p or top_k outside its range.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    grammar: Grammar | None = None
+
+    def __post_init__(self) -> None:
+        temperature, top_p, top_k = self.temperature, self.top_p, self.top_k
+        if not isinstance(temperature, int | float) or not math.isfinite(temperature) or temperature < 0:
+            raise ConfigError("temperature", temperature, "0 (greedy) or above")
+        if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
+            raise ConfigError("top_p", top_p, "above 0, at most 1")
+        if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < -1:
+            raise ConfigError("top_k", top_k, "a whole number of at least 1, or 0 or -1 for all tokens")
+
+    def generation_options(self, tokenizer: Any) -> dict[str, Any]:
+        """The options that `generate` knows, for a model with this tokenizer."""
+        padding = (token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None)
+        options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        if self.temperature >= LEAST_TEMPERATURE:
+            options = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": max(0, self.top_k)}
+            if self.min_p:
+                options["min_p"] = self.min_p
+        if self.repetition_penalty != 1.0:
+            options["repetition_penalty"] = self.repetition_penalty
+        return {"pad_token_id": int(next(padding, 0)), **options}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A drawn token's log-probability under the model, before any option, and those of the likeliest tokens."""
+
+    token_id: int
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A token was drawn.
+
+    Args:
+        token_id: the token.
+        text: text that became certain with it; it may be empty.
+        logprob: of the token, if the request asked for log-probabilities.
+    """
+
+    token_id: int
+    text: str
+    logprob: TokenLogprob | None = None
+
+
+class Decoding:
+    """The tokens of one sequence, drawn one by one.
+
+    Args:
+        fusor: the model.
+        fused: the prompt; its cache is not changed.
+        sampling: how tokens are drawn.
+        max_tokens: most tokens to draw.
+        stop: strings that end the answer.
+
+    Attributes:
+        kv: of the sequence; None before the first token, and after the last.
+        text: of the tokens.
+        first_token: `time.perf_counter` when the first token was on the host.
+        logprobs: of each token, if they are asked for.
+    """
+
+    def __init__(
+        self, fusor: Fusor, fused: FusionResult, sampling: Sampling, max_tokens: int, stop: Sequence[str] = ()
+    ) -> None:
+        device, tokenizer = fused.logits.device, fusor.tokenizer
+        options = sampling.generation_options(tokenizer)
+        self._next = NextToken(fusor.model, fused.token_ids, max_tokens, sampling.seed, **options)
+        self._sampling, self._counts = sampling, Counter[int]()
+        self._matcher = None if sampling.grammar is None else sampling.grammar.matcher()
+        self._bias_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.long, device=device)
+        self._bias = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32, device=device)
+        self.kv: SequenceKV | None = None
+        self.text, self.first_token = TextStream(tokenizer, stop), 0.0
+        self.logprobs: list[TokenLogprob] = []
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens so far."""
+        return self._next.token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Either "stop" (end of sequence or a stop string) or "length"; None while the answer goes on."""
+        return "stop" if self.text.stopped else self._next.finish_reason
+
+    def draw(self, logits_V: torch.Tensor) -> Piece:
+        """Draw the next token.
+
+        Args:
+            logits_V: float32, the model's.
+
+        Raises:
+            InputError: the grammar's next step exceeds `GRAMMAR_LIMITS`.
+        """
+        token_id = self._next.draw(self._adjusted(logits_V))
+        self.first_token = self.first_token or time.perf_counter()
+        self._counts[token_id] += 1
+        if self._matcher is not None and not self._matcher.is_stopped():
+            self._matcher.consume_token(token_id)
+        logprob = None
+        if self._sampling.logprobs is not None:
+            logprobs_V = torch.log_softmax(logits_V.float(), dim=-1)
+            values, ids = logprobs_V.topk(self._sampling.logprobs)
+            likeliest = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+            logprob = TokenLogprob(token_id, float(logprobs_V[token_id]), likeliest)
+            self.logprobs.append(logprob)
+        return Piece(token_id, self.text.add(token_id), logprob)
+
+    def _adjusted(self, logits_V: torch.Tensor) -> torch.Tensor:
+        """The logits after penalties, biases and grammar; without any, the same tensor."""
+        sampling = self._sampling
+        penalised = bool(sampling.presence_penalty or sampling.frequency_penalty) and bool(self._counts)
+        if not penalised and not len(self._bias_ids) and self._matcher is None:
+            return logits_V
+        adjusted_V = logits_V.clone()
+        if len(self._bias_ids):
+            adjusted_V[self._bias_ids] += self._bias
+        if penalised:
+            ids = torch.tensor(list(self._counts), device=logits_V.device)
+            counts = torch.tensor(list(self._counts.values()), dtype=torch.float32, device=logits_V.device)
+            adjusted_V[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+        if self._matcher is not None:
+            assert sampling.grammar is not None
+            mask = np.frombuffer(sampling.grammar.mask(self._matcher), dtype=np.uint8)
+            allowed = np.unpackbits(mask, count=min(len(logits_V), 8 * len(mask)), bitorder="little").astype(bool)
+            allowed_V = torch.from_numpy(np.pad(allowed, (0, len(logits_V) - len(allowed))))
+            adjusted_V[~allowed_V.to(logits_V.device)] = -torch.inf
+        return adjusted_V
+
+
+class TextStream:
+    """Decodes tokens one by one, and ends before a stop string.
+
+    The stream holds back a character whose bytes have not all come, and text that may be the start of a stop string.
+
+    Args:
+        tokenizer: the model's.
+        stop: strings that end the text; they are not part of it.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._longest_stop = max(map(len, self._stop), default=0)
+        self._without_text = frozenset(tokenizer.all_special_ids)
+        self._token_ids: list[int] = []
+        self._read_from = 0  # tokens before it are decoded for good, into `text`
+        self._context_from = 0  # decoded along with the tokens after it, since how a token reads depends on the one before
+        self._returned = 0
+        self.text = ""
+        self.stopped = False
+
+    def add(self, token_id: int) -> str:
+        """Add a token, and return the text that has become certain."""
+        if token_id in self._without_text:
+            return ""
+        self._token_ids.append(token_id)
+        upto, known = len(self._token_ids), self._decode(self._read_from)
+        decoded = self._decode(upto)
+        if len(decoded) > len(known) and not decoded.endswith(UNFINISHED):
+            self._append(decoded[len(known) :], upto)
+        elif upto - self._read_from > MAX_UNDECODED:
+            settled = self._settled(decoded)
+            self._append(self._decode(settled)[len(known) :], settled)
+        return self._return(0 if self.stopped else self._possible_stop())
+
+    def finish(self) -> str:
+        """Return the text that was held back, unfinished characters included."""
+        if not self.stopped:
+            known = self._decode(self._read_from)
+            self._append(self._decode(len(self._token_ids))[len(known) :], len(self._token_ids))
+        return self._return(0)
+
+    def _settled(self, decoded: str) -> int:
+        """A place between tokens whose text no later token changes; so the tokens without a character stay few."""
+        last = len(self._token_ids) - SETTLED_TOKENS
+        places = range(last, last - SETTLED_TOKENS, -1)
+        return next((place for place in places if decoded.startswith(self._decode(place))), last)
+
+    def _append(self, text: str, read_from: int) -> None:
+        """Add certain text, that of the tokens before `read_from`, and cut it before the first stop string."""
+        searched_from = max(0, len(self.text) - self._longest_stop)
+        self.text += text
+        self._context_from, self._read_from = self._read_from, read_from
+        found = [place for place in (self.text.find(stop, searched_from) for stop in self._stop) if place >= 0]
+        if found:
+            self.text, self.stopped = self.text[: min(found)], True
+
+    def _possible_stop(self) -> int:
+        """Length of the longest end of the text that a stop string begins with."""
+        sizes = range(min(self._longest_stop - 1, len(self.text)), 0, -1)
+        return next((size for size in sizes if any(stop.startswith(self.text[-size:]) for stop in self._stop)), 0)
+
+    def _return(self, held_back: int) -> str:
+        upto = max(self._returned, len(self.text) - held_back)
+        piece, self._returned = self.text[self._returned : upto], upto
+        return piece
+
+    def _decode(self, upto: int) -> str:
+        """The text of the context and the tokens after it."""
+        text: str = self._tokenizer.decode(self._token_ids[self._context_from : upto], skip_special_tokens=True)
+        return text
