@@ -4,6 +4,11 @@ A message names the value at fault and the remedy. The command line turns any of
 for `ConfigError` and `InputError`; a traceback is printed only with `--debug`.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 MAX_SHOWN = 200  # characters of a value in a message
 
 
@@ -129,3 +134,18 @@ class DocumentChangedError(CacheBlendError):
 
 class FusionCancelledError(CacheBlendError):
     """The caller cancelled a fusion, or the loading that feeds it."""
+
+
+@contextmanager
+def needs_extra(extra: str) -> Iterator[None]:
+    """Guard imports of packages that an extra brings.
+
+    Raises:
+        MissingExtraError: a package is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "cacheblend":
+            raise
+        raise MissingExtraError(error.name, extra) from error

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
-import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,7 +15,6 @@ from typing import BinaryIO
 
 from .errors import StoreDirectoryError, StoreError, StoreFullError
 
-_LITTLE_BYTES = 64 * 1024  # SQLite's shared memory grows by 32 KiB
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 
 
@@ -72,18 +69,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def is_disk_full(path: Path, error: Exception) -> bool:
-    """Whether SQLite failed at this file because the disk is full; for its own growing files it reports an I/O error."""
-    code = getattr(error, "sqlite_errorcode", None)
-    if code is None or code == sqlite3.SQLITE_FULL:
-        return code is not None
-    try:
-        free_bytes = shutil.disk_usage(path.parent).free
-    except OSError:
-        return False
-    return free_bytes < _LITTLE_BYTES and code & 0xFF in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
 
 
 def write_error(path: Path, error: OSError) -> StoreError:

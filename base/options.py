@@ -1,14 +1,17 @@
-"""Options: a field of a config dataclass, from which its flag, variable, TOML key and line in the docs follow."""
+"""Options: fields of config dataclasses, whose flags, variables, TOML keys and lines in the docs follow; checks of values."""
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeGuard, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 from .errors import ConfigError
 
+MIB, GIB = 2**20, 2**30
 T = TypeVar("T")
 _KEY = "option"
 VARIABLES = "CACHEBLEND_"  # the beginning of each option's variable
@@ -93,25 +96,18 @@ def options_of(*configs: type) -> dict[str, Option]:
     return found
 
 
-def from_options(config: type[T], values: Mapping[str, Any]) -> T:
-    """Make a config from flat values; options of nested configs reach the nested config. None means the default.
+def from_options(config: type[T], values: Mapping[str, Any], base: T | None = None) -> T:
+    """Make a config from flat values, or a changed copy of `base`; options of nested configs reach the nested config.
+
+    None means the default.
 
     Raises:
         ConfigError: there is no such field, or a value is not allowed.
     """
     own, nested = _sorted_out(config, values)
-    return config(**own, **{name: from_options(_nested(config)[name], parts) for name, parts in nested.items()})
-
-
-def with_options(config: T, values: Mapping[str, Any]) -> T:
-    """Copy a config with changed flat values, in the form of `from_options`.
-
-    Raises:
-        ConfigError: there is no such field, or a value is not allowed.
-    """
-    own, nested = _sorted_out(type(config), values)
-    parts = {name: with_options(getattr(config, name), changed) for name, changed in nested.items()}
-    return cast(T, replace(cast(Any, config), **own, **parts))
+    for name, parts in nested.items():
+        own[name] = from_options(_nested(config)[name], parts, None if base is None else getattr(base, name))
+    return config(**own) if base is None else cast(T, replace(cast(Any, base), **own))
 
 
 def refuse_gone(names: Iterable[str]) -> None:
@@ -172,3 +168,41 @@ def _outside(hint: Any) -> Any:
         scalars = [part for part in get_args(hint) if part in _SCALARS]
         return scalars[0] | None if type(None) in get_args(hint) else scalars[0]
     return hint
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether a value is an integer; a bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether a value is a finite number; a bool is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_whole(name: str, value: object, *, at_least: int = 1) -> None:
+    """Refuse a value that is not an integer of at least `at_least`, by `ConfigError`."""
+    if not is_whole(value) or value < at_least:
+        raise ConfigError(name, value, f"a whole number of at least {at_least}")
+
+
+def check_share(name: str, value: object) -> None:
+    """Refuse a value that is not a number from 0 to 1, by `ConfigError`."""
+    if not is_number(value) or not 0 <= value <= 1:
+        raise ConfigError(name, value, "a number from 0 to 1")
+
+
+def check_user_info(name: str, url: str) -> None:
+    """Refuse a URL in which part of a password could be read as host or path; the message does not show it.
+
+    Raises:
+        ConfigError: an "@" stands after the host, or more than one before it.
+    """
+    try:
+        parts = urlsplit(url)
+        good = parts.netloc.count("@") <= 1 and "@" not in parts.path + parts.query + parts.fragment
+    except ValueError:  # for example brackets without an address
+        good = False
+    if not good:
+        allowed = 'one "@", before the host; percent-encode all others, and in a password also / (%2F), ? (%3F) and # (%23)'
+        raise ConfigError(name, "what is given (not shown)", allowed)

@@ -1,19 +1,21 @@
-"""One SQLite file, shared by threads and processes."""
+"""SQLite: a file that threads and processes share, its transactions, and its errors."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from .errors import StoreDirectoryError, StoreFullError
-from .files import is_disk_full, make_private_file
+from .files import make_private_file
 
 BUSY_TIMEOUT_S = 30.0
+_LITTLE_BYTES = 64 * 1024  # SQLite's shared memory grows by 32 KiB
 _PAGE = 256
 CACHE_KIB = 1024  # of each connection; the system's page cache holds the rest
 
@@ -75,14 +77,8 @@ class Database:
                 raise StoreDirectoryError(
                     f"{self._path} was removed or replaced while the store was open; close the store and open it again"
                 )
-            self._writer.execute("BEGIN IMMEDIATE")
-            try:
+            with committed(self._writer):
                 yield self._writer
-                self._writer.execute("COMMIT")
-            except BaseException:
-                if self._writer.in_transaction:
-                    self._writer.execute("ROLLBACK")
-                raise
 
     def settle(self) -> None:
         """Make the state that is visible now the state of the next opening; call it before acting on the visible state.
@@ -114,14 +110,8 @@ class Database:
         connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
         return connection
 
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter where a damaged name stands in SQLite's own message
-            if is_disk_full(self._path, error):
-                raise StoreFullError(f"no room on the disk for {self._path}: {error}; free space") from error
-            raise self.unusable(error) from error
+    def _errors(self) -> AbstractContextManager[None]:
+        return sqlite_errors(self._path, self.unusable)
 
     def unusable(self, why: object) -> StoreDirectoryError:
         """The error for a broken file, with its remedy."""
@@ -129,6 +119,39 @@ class Database:
             f"{self._path} cannot be used: {why}; check that the folder is writable, or, with no process using the store, "
             f"move {self._path.name}* away: it is made again from the entries' files"
         )
+
+
+@contextmanager
+def committed(connection: sqlite3.Connection) -> Iterator[None]:
+    """Commit all statements executed inside, or none."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+@contextmanager
+def sqlite_errors(path: Path | None, unusable: Callable[[object], Exception]) -> Iterator[None]:
+    """Raise errors of SQLite as `StoreFullError` if the disk of the file is full, else as `unusable` makes them."""
+    try:
+        yield
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter where a damaged name stands in SQLite's own message
+        if path is not None and _is_disk_full(path, error):
+            raise StoreFullError(f"no room on the disk for {path}: {error}; free space") from error
+        raise unusable(error) from error
+
+
+def _is_disk_full(path: Path, error: Exception) -> bool:
+    """Whether SQLite failed because the disk is full; for its own growing files it reports an I/O error."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
+        with suppress(OSError):
+            return shutil.disk_usage(path.parent).free < _LITTLE_BYTES
+    return code == sqlite3.SQLITE_FULL
 
 
 def prefix_end(prefix: str) -> str:

@@ -1,20 +1,21 @@
-"""Threads: reusable daemons whose tasks begin at once; a thread for one call; and a thread's low priority."""
+"""Long work: threads whose tasks begin at once, a thread for one call, low priority, progress, and a check that may end it."""
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import ParamSpec, TypeVar
 
-logger = logging.getLogger(__name__)
 LOW_PRIORITY_NICENESS = 10  # a tenth of the weight of a thread at 0
 P = ParamSpec("P")
 T = TypeVar("T")
+Check = Callable[[], None]
+Note = Callable[[str, int, int], None]
 
 
 class DaemonThreads:
@@ -26,61 +27,51 @@ class DaemonThreads:
 
     def __init__(self, name: str, idle_s: float = 5.0) -> None:
         self._name, self._idle_s = name, idle_s
-        self._tasks: SimpleQueue[tuple[Callable[[], None], threading.Event]] = SimpleQueue()
+        self._tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._changing = threading.Lock()
-        self._idle = 0
-        self._busy = 0
+        self._idle = self._busy = 0
 
     @property
     def busy(self) -> int:
         """Tasks that have not ended."""
         return self._busy
 
-    def run(self, task: Callable[[], None]) -> threading.Event:
-        """Begin a task; the event is set at its end. Its exception is logged."""
-        ended = threading.Event()
+    def run(self, task: Callable[[], T]) -> Future[T]:
+        """Begin a task; the future has its result or exception. A caller that stops waiting does not stop the task."""
+        future: Future[T] = Future()
         with self._changing:
             self._busy += 1
             is_new = not self._idle
             if not is_new:
                 self._idle -= 1
-            self._tasks.put((task, ended))
+            self._tasks.put(partial(self._settle, task, future))
         if is_new:
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
-        return ended
-
-    def call(self, task: Callable[[], T]) -> Future[T]:
-        """Begin a task; the future has its result or exception. A caller that stops waiting does not stop the task."""
-        future: Future[T] = Future()
-
-        def settle() -> None:
-            try:
-                future.set_result(task())
-            except BaseException as error:  # the future carries it to the caller
-                future.set_exception(error)
-
-        self.run(settle)
         return future
+
+    def _settle(self, task: Callable[[], T], future: Future[T]) -> None:
+        settle: Callable[[], None]
+        try:
+            settle = partial(future.set_result, task())
+        except BaseException as error:  # the thread must survive for the next task
+            settle = partial(future.set_exception, error)
+        with self._changing:
+            self._busy -= 1
+            self._idle += 1
+        settle()
 
     def _work(self) -> None:
         while True:
             try:
-                task, ended = self._tasks.get(timeout=self._idle_s)
+                task = self._tasks.get(timeout=self._idle_s)
             except Empty:
                 with self._changing:
                     if self._tasks.empty():
                         self._idle -= 1
                         return
                 continue
-            try:
-                task()
-            except BaseException:  # the thread must survive for the next task
-                logger.exception("a task of the threads %s failed", self._name)
-            del task  # its closure may hold large objects
-            with self._changing:
-                self._busy -= 1
-                self._idle += 1
-            ended.set()
+            task()
+            del task  # it may hold large objects
 
 
 def lower_priority() -> None:
@@ -102,3 +93,36 @@ def in_own_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(function, *args, **kwargs).result()
+
+
+class Progress:
+    """Progress of an ingest. Whoever follows the ingest passes functions, or overrides the methods.
+
+    Attributes:
+        documents: documents done so far.
+        tokens: tokens whose KV was computed so far.
+
+    Args:
+        note: called by `note`.
+        check: called by `check`.
+    """
+
+    def __init__(self, note: Note | None = None, check: Check | None = None) -> None:
+        self._note, self._check = note, check
+        self.documents = self.tokens = 0
+
+    def check(self) -> None:
+        """Called between the steps of the work, also within a long text; what it raises ends the work."""
+        if self._check is not None:
+            self._check()
+
+    def note(self, stage: str, done: int, total: int) -> None:
+        """Called when a part of a batch is done: a document of the stage "index", a chunk of the stage "precompute"."""
+        if self._note is not None:
+            self._note(stage, done, total)
+
+    def note_windows(self, done: int, total: int) -> None:
+        """Called between the batches of the embedder, with windows of text."""
+
+    def note_batch(self) -> None:
+        """Called when a batch of a stream is durable."""

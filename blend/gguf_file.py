@@ -22,8 +22,7 @@ import torch
 import transformers
 from tokenizers import pre_tokenizers
 
-from cacheblend.base.errors import InputError, StoreError, UnsupportedModelError
-from cacheblend.base.extras import needs_extra
+from cacheblend.base.errors import InputError, StoreError, UnsupportedModelError, needs_extra
 from cacheblend.base.files import sync_folder, user_cache_folder
 from cacheblend.store.layout import WriteLock
 

@@ -33,7 +33,7 @@ from .base.errors import StoreDirectoryError as StoreDirectoryError
 from .base.errors import StoreError as StoreError
 from .base.errors import StoreFullError as StoreFullError
 from .base.errors import UnsupportedModelError as UnsupportedModelError
-from .base.progress import Progress as Progress
+from .base.threads import Progress as Progress
 
 if TYPE_CHECKING:
     from importlib.metadata import version as _version

@@ -14,7 +14,7 @@ import typer
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.files import user_data_folder
-from cacheblend.base.progress import Progress
+from cacheblend.base.threads import Progress
 from cacheblend.cli import options, terminal
 from cacheblend.cli.model import choose_model
 from cacheblend.service.engine.config import EngineConfig, write_examples

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cacheblend.base.extras import needs_extra
+from cacheblend.base.errors import needs_extra
 from cacheblend.blend import FusionResult, Fusor
 from cacheblend.blend.fidelity import equal_tokens_share
 from cacheblend.blend.generation import branch_cache

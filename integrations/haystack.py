@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from cacheblend.base.extras import needs_extra
+from cacheblend.base.errors import needs_extra
 
 with needs_extra("haystack"):
     from haystack import Document, component

@@ -12,7 +12,7 @@ from contextlib import closing
 from operator import itemgetter
 from typing import Any
 
-from cacheblend.base.extras import needs_extra
+from cacheblend.base.errors import needs_extra
 
 with needs_extra("langchain"):
     from langchain_core.callbacks import CallbackManagerForLLMRun, CallbackManagerForRetrieverRun

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
-from cacheblend.base.extras import needs_extra
+from cacheblend.base.errors import needs_extra
 
 with needs_extra("llamaindex"):
     from llama_index.core.base.llms.generic_utils import chat_to_completion_decorator, stream_chat_to_completion_decorator

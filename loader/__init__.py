@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from .calibration import Calibration, Measures, Thresholds, read_calibration, write_calibration
 from .controller import LoadingController, LoadingPlan
 from .estimators import WorkEstimator
 from .layer_loader import LayerLoader, LoaderConfig, copied_tiers
-from .profile import LayerSample, PrefillSample, Profile, TierSpeed, describe_device, load_profile, read_profile, write_profile
+from .profile import (
+    Calibration,
+    LayerSample,
+    Measures,
+    PrefillSample,
+    Profile,
+    Thresholds,
+    TierSpeed,
+    describe_device,
+    load_profile,
+    prefix_digest,
+    read_calibration,
+    read_profile,
+    write_calibration,
+    write_profile,
+)
 from .profiler import measure_profile
 from .storage_plan import StorageDevice, compare_devices
 
@@ -29,6 +43,7 @@ __all__ = [
     "describe_device",
     "load_profile",
     "measure_profile",
+    "prefix_digest",
     "read_calibration",
     "read_profile",
     "write_calibration",

@@ -6,6 +6,7 @@ import logging
 import math
 import statistics
 import threading
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -105,7 +106,7 @@ class LoadingController:
         self._recompute = RecomputeEstimator(profile, schedule)
         self._lock = threading.Lock()
         self._compute = TimeCalibration()
-        self._tiers = {tier: TimeCalibration() for tier in profile.tiers}
+        self._tiers: defaultdict[str, TimeCalibration] = defaultdict(TimeCalibration)
 
     def plan(self, reads: Sequence[Read], reusable: int, fresh: int, exact: int = 0) -> LoadingPlan:
         """Choose the ratio of one request.
@@ -160,16 +161,16 @@ class LoadingController:
             moved = compute_s is not None and self._compute.observe(expected_s / self._compute.factor, compute_s)
             if plan.full_recompute or len(plan.load_s_by_tier) == 1:
                 for tier, tier_s in plan.load_s_by_tier.items():
-                    correction = self._tiers.setdefault(tier, TimeCalibration())
+                    correction = self._tiers[tier]
                     measured_s = tier_s / correction.factor
                     moved |= correction.observe(measured_s, measured_s if plan.full_recompute else load_s)
             if moved:
-                factors = {"compute": self._compute.factor, **{tier: seen.factor for tier, seen in self._tiers.items()}}
+                factors = {"compute": self._compute.factor, **{tier: seen.factor for tier, seen in dict(self._tiers).items()}}
                 logger.info("predictions are corrected by %s", {name: round(factor, 3) for name, factor in factors.items()})
 
     def _request(self, reads: Sequence[Read], *, reusable: int, fresh: int, exact: int) -> _Request:
         """The inputs of a request's pipeline."""
-        by_tier = {tier: tier_s * self._factor(tier) for tier, tier_s in self._load.seconds(reads).items()}
+        by_tier = {tier: tier_s * self._tiers[tier].factor for tier, tier_s in self._load.seconds(reads).items()}
         copy_s = sum(tier_s for tier, tier_s in by_tier.items() if tier in self._copied_tiers)
         return _Request(
             load_layer_s=sum(by_tier.values()) - copy_s,
@@ -180,11 +181,6 @@ class LoadingController:
             copy_layer_s=copy_s,
             by_tier=by_tier,
         )
-
-    def _factor(self, tier: str) -> float:
-        """The correction of a tier; 1 for a tier without a measurement."""
-        correction = self._tiers.get(tier)
-        return 1.0 if correction is None else correction.factor
 
     def _hiding_ratio(self, request: _Request, full_s: float) -> float:
         """The largest ratio, from r* to the cap, at which the fusor waits for loading and TTFT is about that of r*."""

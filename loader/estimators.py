@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from cacheblend.blend import Schedule
 
-    from .profile import LayerSample, Profile, TierSpeed
+    from .profile import Profile, TierSpeed
 
 Read = tuple[str, int]
 FITS = 8
@@ -75,7 +75,8 @@ class RecomputeEstimator:
         later = [sample for sample in profile.blend if sample.layer > 0]
         self._prefill = _fit_lengths([(sample.tokens, sample.seconds) for sample in profile.prefill])
         self._layer_0 = _fit_lengths([(sample.rows, sample.seconds) for sample in all_rows])
-        self._later = fit([_of_sample(sample) for sample in later], [sample.seconds for sample in later])
+        rows = [_of_rows(sample.tokens, sample.rows, sample.projected) for sample in later]
+        self._later = fit(rows, [sample.seconds for sample in later])
 
     def prefill_s(self, tokens: int) -> float:
         """Seconds of a full prefill, to the first logits."""
@@ -213,10 +214,6 @@ def _of_length(tokens: int) -> list[float]:
 def _of_rows(tokens: int, rows: int, projected: int) -> list[float]:
     pairs = rows * tokens
     return [1.0, tokens, rows, *((0, pairs) if rows == tokens else (pairs, 0)), projected]
-
-
-def _of_sample(sample: LayerSample) -> list[float]:
-    return _of_rows(sample.tokens, sample.rows, sample.projected)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,16 +21,18 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 
-from cacheblend.base.checks import MIB, check_share, check_whole
 from cacheblend.base.errors import ConfigError, FusionCancelledError
+from cacheblend.base.memory import host_bytes
+from cacheblend.base.options import MIB, check_share, check_whole
 from cacheblend.base.threads import DaemonThreads
-from cacheblend.blend import DEFAULT_RATIO
+from cacheblend.blend import DEFAULT_RATIO, LayerKV
 from cacheblend.store import tiers_in_memory
 
-from .staging import LayerBuffer, PendingLayer, Staging
-
 if TYPE_CHECKING:
-    from cacheblend.blend import KVGeometry, LayerKV, Prompt
+    from concurrent.futures import Future
+
+    from cacheblend.base.memory import Bytes
+    from cacheblend.blend import KVGeometry, Prompt
     from cacheblend.store import KVHandle
 
 
@@ -70,6 +72,80 @@ class LoaderConfig:
 THREADS = DaemonThreads("layer-loader")  # shared by all loaders
 
 
+@dataclass(slots=True, eq=False)
+class LayerBuffer:
+    """Memory for a prompt's layer; on the CPU also as the bytes of its keys and values, B to a head's vector.
+
+    On CUDA, `copied` is the end of the copies to it.
+    """
+
+    layer_kv: LayerKV
+    bytes_2HNB: Bytes | None = None
+    copied: torch.cuda.Event | None = None
+
+    def wait(self) -> LayerKV:
+        """The layer, safe to use on the current stream, which waits for the copies; the host does not."""
+        if self.copied is not None:
+            stream = torch.cuda.current_stream(self.layer_kv.k_1HND.device)
+            stream.wait_event(self.copied)
+            for tensor in (self.layer_kv.k_1HND, self.layer_kv.v_1HND):
+                tensor.record_stream(stream)
+        return self.layer_kv
+
+
+class Staging:
+    """Loads chunks to their place: on the CPU straight there, on CUDA through pinned memory on a stream of its own.
+
+    Used by several threads at once, each for chunks of its own. The caching host allocator keeps a pinned block from reuse
+    until the copies recorded on it are done, so staging memory is returned without a device-wide synchronise.
+    """
+
+    def __init__(self, geometry: KVGeometry) -> None:
+        self._geometry = geometry
+        self._stream = _copy_stream(geometry.device) if geometry.device.type == "cuda" else None
+
+    def buffer(self, tokens: int) -> LayerBuffer:
+        """Memory for a layer, safe to copy to.
+
+        On CUDA it belongs to the copies' stream: memory of the fusor's stream may be handed out while kernels queued there
+        still write to it, and the copies do not wait for them.
+        """
+        if self._stream is None:
+            layer_kv = LayerKV.empty(self._geometry, tokens)
+            return LayerBuffer(layer_kv, host_bytes(layer_kv.kv_21HND)[:, 0])
+        with torch.cuda.stream(self._stream):
+            return LayerBuffer(LayerKV.empty(self._geometry, tokens))
+
+    def load(self, kv: KVHandle, layer: int, buffer: LayerBuffer, start: int, stop: int) -> None:
+        """Read a chunk's layer to the positions from `start` to `stop`, in the calling thread."""
+        if buffer.bytes_2HNB is not None:
+            kv.read_layer_into(layer, buffer.bytes_2HNB[:, :, start:stop])
+            return
+        kv_2HTD = buffer.layer_kv.kv_21HND[:, 0, :, start:stop]
+        if (encoded := kv.encoded_layer(layer)) is not None:  # goes to a GPU as it is stored, and is decoded there
+            pinned = encoded.tensor.pin_memory()
+            with torch.cuda.stream(self._stream):
+                decoded = encoded.decode(pinned.to(kv_2HTD.device, non_blocking=True))
+                for to_HTD, x_HTD in zip(kv_2HTD, decoded, strict=True):
+                    to_HTD.copy_(x_HTD)
+            return
+        pinned_2HTD = torch.empty(kv_2HTD.shape, dtype=kv_2HTD.dtype, pin_memory=True)
+        kv.read_layer_into(layer, host_bytes(pinned_2HTD))
+        with torch.cuda.stream(self._stream):
+            kv_2HTD.copy_(pinned_2HTD, non_blocking=True)
+
+    def finish(self, buffer: LayerBuffer) -> None:
+        """Close a layer: all of its copies have been issued."""
+        if self._stream is not None:
+            buffer.copied = self._stream.record_event()
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all loaders: the allocator keeps free memory apart by stream, and their copies share a bus in any case."""
+    return torch.cuda.Stream(device)
+
+
 class LayerRead(NamedTuple):
     """A chunk's layer, and the chunk's place in the prompt."""
 
@@ -105,11 +181,10 @@ class LayerLoader:
         self._copies: list[list[LayerRead]] = []  # of each layer
         self._missing: Counter[int] = Counter()
         self._buffers: dict[int, LayerBuffer] = {}
-        self._ready: dict[int, PendingLayer] = {}
         self._consumed, self._under_way, self._under_way_since = 0, 0, 0.0
         self._stopped = False
         self._error: BaseException | None = None
-        self._tasks: list[threading.Event] = []
+        self._tasks: list[Future[None]] = []
         self._done: list[LayerRead] = []
         self.load_s = 0.0
 
@@ -189,24 +264,22 @@ class LayerLoader:
                 raise self._error
             if self._stopped:
                 raise FusionCancelledError(f"loading was stopped before layer {layer} arrived")
-            pending = self._ready.pop(layer)
-            del self._buffers[layer]
+            buffer = self._buffers.pop(layer)
             self._consumed = layer + 1
             if layer + self._lookahead < self._geometry.layers:
                 self._allocate(layer + self._lookahead)
             self._changed.notify_all()
-        return pending.wait()
+        return buffer.wait()
 
     def close(self) -> None:
         """Stop loading, wait for the threads to be done, and drop what was loaded. Reads under way are read to their end."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        for ended in self._tasks:
-            ended.wait()
+        for task in self._tasks:
+            task.result()
         with self._changed:
             self._changed.wait_for(lambda: not self._under_way)  # one may be the fusor's own
-        self._ready.clear()
         self._buffers.clear()
         self._error = None  # its traceback holds a layer and this loader
 
@@ -234,7 +307,7 @@ class LayerLoader:
         """Allocate a layer's buffer; a layer without reads is ready at once, before other layers' copies are issued."""
         self._buffers[layer] = self._staging.buffer(self._tokens)
         if not self._missing[layer]:
-            self._ready[layer] = self._staging.finish(self._buffers[layer])
+            self._staging.finish(self._buffers[layer])
 
     def _copy(self, layer: int) -> None:
         """Copy a layer's entries that are in memory, in this thread."""
@@ -290,7 +363,7 @@ class LayerLoader:
         self._done.append(read)
         self._missing[read.layer] -= 1
         if not self._missing[read.layer]:
-            self._ready[read.layer] = self._staging.finish(self._buffers[read.layer])
+            self._staging.finish(self._buffers[read.layer])
             self._changed.notify_all()
 
     def _begin(self) -> None:

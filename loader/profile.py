@@ -1,22 +1,25 @@
-"""A profile: measured costs of a model on a device and of the tiers on its disk, stored as JSON (paper §5.1)."""
+"""Measurements as JSON files beside the store: a model's profile on a device (paper §5.1), and its calibrated setting."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import platform
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cacheblend.base.errors import ProfileError
+from cacheblend.base.errors import ConfigError, ProfileError
 from cacheblend.base.files import make_folder, replacing
+from cacheblend.base.options import is_number, is_whole
+from cacheblend.blend import SELECTORS
 
-PROFILE_FORMAT = 2
+PROFILE_FORMAT, CALIBRATION_FORMAT = 2, 1
+_MAY_BE_NONE = ("first_token_kl_low_nats", "first_token_kl_high_nats", "gold_nll_over_full_nats")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +62,8 @@ class TierSpeed:
     bytes_per_s: float
 
     def __post_init__(self) -> None:
-        if not (0 <= self.read_s < math.inf and self.bytes_per_s > 0):
-            raise ProfileError(
-                f"a tier with read_s={self.read_s} and bytes_per_s={self.bytes_per_s} cannot be: "
-                "the first is 0 or more, the second above 0"
-            )
+        if not (is_number(self.read_s) and self.read_s >= 0 and is_number(self.bytes_per_s) and self.bytes_per_s > 0):
+            raise ProfileError(f"read_s={self.read_s!r} of a tier must be 0 or more, bytes_per_s={self.bytes_per_s!r} above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,18 +96,17 @@ class Profile:
     tiers: Mapping[str, TierSpeed]
 
     def __post_init__(self) -> None:
-        later = any(sample.layer > 0 for sample in self.blend)
-        if not self.prefill or all(sample.layer > 0 for sample in self.blend) or (self.layers > 1 and not later):
-            raise ProfileError("a profile needs a full prefill, and of blends a layer 0 and a later one; measure it again")
+        measured, wanted = {min(sample.layer, 1) for sample in self.blend}, {0, 1} if self.layers > 1 else {0}
+        if not self.prefill or not measured >= wanted or not self.tiers.keys() >= {"ram", "nvme"}:
+            raise ProfileError(
+                "a profile needs a full prefill, of blends a layer 0 and a later one, and the tiers ram and nvme"
+            )
         samples: tuple[PrefillSample | LayerSample, ...] = (*self.prefill, *self.blend)
-        seconds = [self.logits_s, *(sample.seconds for sample in samples)]
-        if not all(math.isfinite(took_s) and took_s >= 0 for took_s in seconds):
-            raise ProfileError(f"a profile of {self.device} has seconds that cannot be: {min(seconds)} to {max(seconds)}")
-        if missing := {"ram", "nvme"} - set(self.tiers):
-            raise ProfileError(f"a profile of {self.device} lacks the tiers {', '.join(sorted(missing))}; measure it again")
+        rows = [count for sample in self.blend for count in (sample.layer, sample.rows, sample.projected)]
+        bad = [x for x in (self.logits_s, *(sample.seconds for sample in samples), *rows) if not is_number(x) or x < 0]
         counts = [self.layers, self.layer_token_bytes, *(sample.tokens for sample in samples)]
-        if min(counts) < 1:
-            raise ProfileError(f"a profile of {self.device} has a count of {min(counts)}; every count is at least 1")
+        if bad := bad + [count for count in counts if not is_whole(count) or count < 1]:
+            raise ProfileError(f"a profile of {self.device} has {bad[0]!r} for seconds or a count")
 
     def check(self, *, model: str, device: str) -> None:
         """Refuse a profile that was measured elsewhere.
@@ -115,69 +114,148 @@ class Profile:
         Raises:
             ProfileError: the profile is of another model, device or torch.
         """
-        mine = {"model": (self.model, model), "device": (self.device, device)}
-        mine["torch"] = (self.torch_version, torch.__version__)
-        for what, (measured, wanted) in mine.items():
-            if measured != wanted:
-                raise ProfileError(
-                    f"the profile was measured on another {what}: {measured!r}, and this is {wanted!r}; "
-                    "run `cacheblend profile` here"
-                )
+        own = {"model": self.model, "device": self.device, "torch": self.torch_version}
+        _refuse_others("the profile", "profile", own, {"model": model, "device": device, "torch": torch.__version__})
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {
-            "format": PROFILE_FORMAT,
-            **asdict(self),
+        return {"format": PROFILE_FORMAT, **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measures:
+    """A setting's losses against full recompute, over the questions of a calibration.
+
+    Args:
+        cases: number of questions.
+        first_token_kl_nats: mean KL of the first token's distribution from full recompute's.
+        first_token_kl_low_nats: lower end of its 95 % bootstrap interval; None for one case.
+        first_token_kl_high_nats: upper end.
+        gold_nll_over_full_nats: mean negative log-likelihood of the right answer above full recompute's; None without right
+            answers.
+        equal_greedy_tokens: mean share of full recompute's first greedy tokens, 0..1.
+        compute_share: mean multiply-adds between question and first token over full prefill's, 0..1.
+        ttft_s_median: seconds to the first token, stored KV in RAM.
+
+    Raises:
+        ProfileError: a value is not a finite number.
+    """
+
+    cases: int
+    first_token_kl_nats: float
+    first_token_kl_low_nats: float | None
+    first_token_kl_high_nats: float | None
+    gold_nll_over_full_nats: float | None
+    equal_greedy_tokens: float
+    compute_share: float
+    ttft_s_median: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (is_number(value) or (value is None and field.name in _MAY_BE_NONE)):
+                raise ProfileError(f"a calibration cannot have {field.name}={value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """The loss against full recompute that a user accepts.
+
+    Args:
+        max_kl: limit of the mean first-token KL, nats.
+        max_nll: limit of the right answer's mean negative log-likelihood above full recompute's, nats.
+
+    Raises:
+        ConfigError: a value is not a number of at least 0.
+    """
+
+    max_kl: float = 0.05
+    max_nll: float = 0.05
+
+    def __post_init__(self) -> None:
+        for name in ("max_kl", "max_nll"):
+            value = getattr(self, name)
+            if not is_number(value) or value < 0:
+                raise ConfigError(name, value, "nats, 0 or more")
+
+    def allow(self, measures: Measures) -> bool:
+        """Whether a setting's loss is accepted; right answers count if there are any."""
+        nll_nats = measures.gold_nll_over_full_nats
+        return measures.first_token_kl_nats <= self.max_kl and (nll_nats is None or nll_nats <= self.max_nll)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """The setting that `cacheblend calibrate` chose for a model.
+
+    Args:
+        model: the model's fingerprint, which has the compute dtype in it.
+        prefix: `prefix_digest` of the prompts.
+        context: context of the chunks' KV: "default" (filler and document), "filler", "document", "head", or another
+            measured one.
+        selector: one of `SELECTORS`.
+        ratio: r*, the recompute ratio, 0..1.
+        measures: this setting's losses.
+        thresholds: limits of the choice. If no setting was within them, the one of least KL was chosen.
+        curve: the measured ratios of this context and selector, rising, each with its mean first-token KL in nats, of raw KV.
+
+    Raises:
+        ProfileError: a value is of another kind, the selector unknown, the ratio outside 0..1, or the curve malformed.
+    """
+
+    model: str
+    prefix: str
+    context: str
+    selector: str
+    ratio: float
+    measures: Measures
+    thresholds: Thresholds
+    curve: tuple[tuple[float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        numbers = [number for point in self.curve for number in point]
+        is_good = {
+            **{name: isinstance(getattr(self, name), str) for name in ("model", "prefix", "context")},
+            "selector": self.selector in SELECTORS,
+            "ratio": is_number(self.ratio) and 0 <= self.ratio <= 1,
+            "curve": all(map(is_number, numbers)) and numbers[::2] == sorted(numbers[::2]),
         }
+        for name, good in is_good.items():
+            if not good:
+                raise ProfileError(f"a calibration cannot have {name}={getattr(self, name)!r}")
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Profile:
-        """Make a profile from the values of `as_dict`.
-
-        Raises:
-            ProfileError: the values are not a profile's.
-        """
-        try:
-            given = dict(values)
-            if (found := given.pop("format")) != PROFILE_FORMAT:
-                raise ProfileError(f"the profile has format {found!r}, not {PROFILE_FORMAT}; run `cacheblend profile` again")
-            given["prefill"] = tuple(PrefillSample(**_numbers(sample)) for sample in given["prefill"])
-            given["blend"] = tuple(LayerSample(**_numbers(sample)) for sample in given["blend"])
-            given["tiers"] = {str(tier): TierSpeed(**_numbers(speed)) for tier, speed in given["tiers"].items()}
-            given |= _numbers({name: given[name] for name in ("layers", "layer_token_bytes", "logits_s")})
-            return cls(**given)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ProfileError(f"not a profile: {type(error).__name__} {error}; run `cacheblend profile` again") from error
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"format": CALIBRATION_FORMAT, **asdict(self)}
 
 
 def describe_device(device: torch.device) -> str:
     """The device as a profile names it: the GPU's name, or the CPU's and the threads that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_cpu_name()}, {torch.get_num_threads()} threads"
-
-
-def profile_name(model: str, device: str) -> str:
-    """The file name of a profile: model, and a digest of device, torch version and format."""
-    suffix = hashlib.sha256(f"{device}\n{torch.__version__}\n{PROFILE_FORMAT}".encode()).hexdigest()
-    return f"{model[:16]}-{suffix[:16]}.json"
-
-
-def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}, {torch.get_num_threads()} threads"
 
 
-def _numbers(sample: Mapping[str, Any]) -> dict[str, Any]:
-    for name, value in sample.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{name}={value!r} is not a number")
-    return dict(sample)
+def prefix_digest(prefix_ids: Sequence[int]) -> str:
+    """Digest of the token ids that every prompt begins with, instruction and chat template: 16 hex digits."""
+    return hashlib.sha256(",".join(map(str, prefix_ids)).encode()).hexdigest()[:16]
+
+
+def profile_path(directory: Path, *, model: str, device: str) -> Path:
+    """The file of a model's profile on a device, in the folder of profiles; of this torch version and format."""
+    suffix = hashlib.sha256(f"{device}\n{torch.__version__}\n{PROFILE_FORMAT}".encode()).hexdigest()
+    return directory / f"{model[:16]}-{suffix[:16]}.json"
+
+
+def calibration_path(directory: Path, *, model: str, prefix: str) -> Path:
+    """The file of a model's calibration after a prefix, in the folder of profiles."""
+    return directory / f"{model[:16]}-{prefix}.calibration.json"
 
 
 def read_profile(directory: Path, *, model: str, device: str) -> Profile | None:
@@ -191,7 +269,7 @@ def read_profile(directory: Path, *, model: str, device: str) -> Profile | None:
     Raises:
         ProfileError: the file is damaged, or was measured elsewhere.
     """
-    path = directory / profile_name(model, device)
+    path = profile_path(directory, model=model, device=device)
     if not path.is_file():
         return None
     profile = load_profile(path)
@@ -205,7 +283,34 @@ def load_profile(path: Path) -> Profile:
     Raises:
         ProfileError: the file is missing or damaged.
     """
-    return Profile.from_dict(read_object(path, "profile"))
+    with _values_of(path, "profile", PROFILE_FORMAT) as values:
+        values["prefill"] = tuple(PrefillSample(**sample) for sample in values["prefill"])
+        values["blend"] = tuple(LayerSample(**sample) for sample in values["blend"])
+        values["tiers"] = {tier: TierSpeed(**speed) for tier, speed in values["tiers"].items()}
+        return Profile(**values)
+
+
+def read_calibration(directory: Path, *, model: str, prefix: str) -> Calibration | None:
+    """Read the calibration of a model after a prefix; None if there is none.
+
+    Args:
+        directory: the folder of profiles.
+        model: the model's fingerprint.
+        prefix: `prefix_digest` of the prompts.
+
+    Raises:
+        ProfileError: the file is damaged, of another format, or of another model or prefix.
+    """
+    path = calibration_path(directory, model=model, prefix=prefix)
+    if not path.is_file():
+        return None
+    with _values_of(path, "calibrate", CALIBRATION_FORMAT) as values:
+        values["measures"], values["thresholds"] = Measures(**values["measures"]), Thresholds(**values["thresholds"])
+        values["curve"] = tuple((ratio, kl_nats) for ratio, kl_nats in values.get("curve", ()))
+        calibration = Calibration(**values)
+    own = {"model": calibration.model, "prefix": calibration.prefix}
+    _refuse_others(str(path), "calibrate", own, {"model": model, "prefix": prefix})
+    return calibration
 
 
 def write_profile(directory: Path, profile: Profile) -> Path:
@@ -214,36 +319,46 @@ def write_profile(directory: Path, profile: Profile) -> Path:
     Raises:
         ProfileError: the folder cannot be written.
     """
-    path = directory / profile_name(profile.model, profile.device)
-    write_object(path, profile.as_dict(), "profile")
-    return path
+    return _write(profile_path(directory, model=profile.model, device=profile.device), profile.as_dict())
 
 
-def read_object(path: Path, command: str) -> dict[str, Any]:
-    """Read the JSON object in a file that `cacheblend COMMAND` wrote.
-
-    Raises:
-        ProfileError: the file is missing or damaged.
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ProfileError(f"{path} cannot be read: {error}; run `cacheblend {command}` again") from error
-    if not isinstance(values, dict):
-        raise ProfileError(f"{path} is not a JSON object; run `cacheblend {command}` again")
-    return values
-
-
-def write_object(path: Path, values: Mapping[str, Any], what: str) -> None:
-    """Replace a file by a JSON object in one step; its folder is made if missing.
+def write_calibration(directory: Path, calibration: Calibration) -> Path:
+    """Write a calibration, in place of an older one of that model and prefix; returns its path.
 
     Raises:
         ProfileError: the folder cannot be written.
     """
+    return _write(calibration_path(directory, model=calibration.model, prefix=calibration.prefix), calibration.as_dict())
+
+
+def _refuse_others(what: str, command: str, own: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+    for name, value in wanted.items():
+        if own[name] != value:
+            raise ProfileError(
+                f"{what} is of another {name}: {own[name]!r}, and this is {value!r}; run `cacheblend {command}` here"
+            )
+
+
+@contextmanager
+def _values_of(path: Path, command: str, version: int) -> Iterator[dict[str, Any]]:
+    """The values in a file that `cacheblend COMMAND` wrote; an error about them names the file and the command."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if (found := values.pop("format")) != version:
+            raise ProfileError(f"its format {found!r} is not {version}")
+        yield values
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, ProfileError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ProfileError(f"{path} cannot be used: {why}; run `cacheblend {command}` again") from error
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> Path:
+    """Replace a file by a JSON object in one step; its folder is made if missing."""
     text = json.dumps(values, indent=1, allow_nan=False) + "\n"
     try:
         make_folder(path.parent)
         with replacing(path) as file:
             file.write(text.encode())
     except OSError as error:
-        raise ProfileError(f"the {what} cannot be written to {path.parent}: {error}; give a folder that can be") from error
+        raise ProfileError(f"measurements cannot be written to {path.parent}: {error}; give a folder that can be") from error
+    return path

@@ -17,6 +17,7 @@ import torch
 
 from cacheblend.base.errors import ConfigError, StoreError
 from cacheblend.base.files import make_folder
+from cacheblend.base.options import check_whole
 from cacheblend.blend import FusionConfig, LayerKV, Prompt, Segment
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
 
@@ -25,7 +26,6 @@ from .profile import LayerSample, PrefillSample, Profile, TierSpeed, describe_de
 
 if TYPE_CHECKING:
     from cacheblend.blend import Fusor, KVGeometry
-    from cacheblend.store import LayerPair
 
     from .layer_loader import LoaderConfig
 
@@ -65,28 +65,22 @@ def measure_tiers(
     return {tier: _speed(read_bytes, seconds) for tier, seconds in read_s.items()}
 
 
-def _chunks(geometry: KVGeometry, tokens: int, model: str) -> tuple[LayerPair, list[list[int]], list[ChunkKey]]:
-    """KV of one layer, shared by all layers of all chunks, and the chunks' ids and keys."""
-    shape = (geometry.kv_heads, tokens, geometry.head_dim)
-    keys_HTD, values_HTD = (torch.randn(shape, dtype=torch.float32).to(geometry.dtype) for _ in "kv")
-    ids = [[number] * tokens for number in range(CHUNKS)]
-    return (keys_HTD, values_HTD), ids, [ChunkKey.of(chunk, model=model) for chunk in ids]
-
-
 def _speed(read_bytes: list[int], seconds: list[float]) -> TierSpeed:
     """The line through both sizes; without a constant if that would be negative."""
     small, large, small_s, large_s = read_bytes[0], read_bytes[-1], seconds[0], seconds[-1]
-    if small == large or large_s / large >= small_s / small:
+    slope = (large_s - small_s) / max(1, large - small)
+    read_s = small_s - slope * small
+    if slope <= 0 or read_s <= 0:  # one size, or noise: more bytes were read in less time
         return TierSpeed(read_s=0.0, bytes_per_s=large / large_s)
-    slope = (large_s - small_s) / (large - small)
-    if slope <= 0:  # noise: more bytes were read in less time
-        return TierSpeed(read_s=0.0, bytes_per_s=large / large_s)
-    return TierSpeed(read_s=max(0.0, small_s - slope * small), bytes_per_s=1 / slope)
+    return TierSpeed(read_s=read_s, bytes_per_s=1 / slope)
 
 
 def _read_s(geometry: KVGeometry, scratch: Path, config: LoaderConfig, tokens: int, repeats: int) -> dict[str, float]:
     """Median seconds of one read, by tier."""
-    layer, ids, keys = _chunks(geometry, tokens, MODEL)
+    shape_HTD = (geometry.kv_heads, tokens, geometry.head_dim)
+    layer = (torch.randn(shape_HTD).to(geometry.dtype), torch.randn(shape_HTD).to(geometry.dtype))  # of all chunks
+    ids = [[number] * tokens for number in range(CHUNKS)]
+    keys = [ChunkKey.of(chunk, model=MODEL) for chunk in ids]
     seconds: dict[str, list[float]] = {"ram": [], "nvme": []}
     with KVStore(StoreConfig(directory=scratch / "kv", ram_budget_bytes=2 * MAX_BYTES)) as store:
         for key, chunk in zip(keys, ids, strict=True):
@@ -178,8 +172,7 @@ def measure_profile(
         raise ConfigError("lengths", tuple(lengths), "at least one, each of 1 token or more")
     if not ratios or not all(0 < ratio <= 1 for ratio in ratios):
         raise ConfigError("ratios", tuple(ratios), "at least one, each above 0 and at most 1")
-    if repeats < 1:
-        raise ConfigError("repeats", repeats, "1 or more")
+    check_whole("repeats", repeats)
     limit = fusor.max_positions or max(lengths)
     lengths = sorted({min(length, limit) for length in lengths})
     report = on_progress or (lambda *_: None)

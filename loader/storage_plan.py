@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cacheblend.base.checks import check_share, check_whole
+from cacheblend.base.options import check_share, check_whole
 from cacheblend.blend import FusionConfig, Schedule
 
 from .estimators import LoadEstimator, Pipeline, RecomputeEstimator

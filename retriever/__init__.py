@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cacheblend.base.extras import needs_extra
+from cacheblend.base.errors import needs_extra
 
 with needs_extra("rag"):
     from .catalog import CatalogedDocument, EmbeddedDocument

@@ -13,7 +13,7 @@ import re
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,8 +30,8 @@ from cacheblend.base.errors import (
     RetrieverError,
     StoreFullError,
 )
-from cacheblend.base.files import is_disk_full, make_private_file
-from cacheblend.base.sqlite import prefix_end
+from cacheblend.base.files import make_private_file
+from cacheblend.base.sqlite import BUSY_TIMEOUT_S, committed, prefix_end, sqlite_errors
 from cacheblend.store.layout import Reserve
 
 from .document import Chunk, Document
@@ -39,7 +39,6 @@ from .document import Chunk, Document
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 FORMAT = "2"  # of the tables
-BUSY_TIMEOUT_S = 30.0
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS documents (
@@ -62,13 +61,14 @@ CREATE TABLE IF NOT EXISTS chunks (
 );
 """
 INSERT_DOCUMENT = "INSERT INTO documents (id, version, title, created_s, chunks, checksum) VALUES (?, ?, ?, ?, ?, ?)"
-INSERT_CHUNK = "INSERT INTO chunks (document_id, position, text, token_ids, vector, checksum) VALUES (?, ?, ?, ?, ?, ?)"
+INSERT_CHUNK = (
+    "INSERT INTO chunks (document_id, position, text, token_ids, vector, checksum) VALUES (?, ?, ?, ?, ?, ?) RETURNING id"
+)
 SELECT_DOCUMENTS = "SELECT id, version, title, chunks, created_s, checksum FROM documents "
 SELECT_CHUNKS = """
 SELECT c.document_id, d.version, c.position, d.title, c.text, c.token_ids, c.vector, c.checksum, d.chunks, d.checksum
 FROM chunks c JOIN documents d ON d.id = c.document_id
 """
-_STATE = ("generation", "dimensions", "format")  # keys of `meta` that are no settings
 _WRONG_VALUE = re.compile(r"\S+ value in ")  # a finding of SQLite's that the row's checksum finds as well
 
 
@@ -131,13 +131,13 @@ class Change:
         added_ids: index ids of new chunks.
         removed_ids: index ids of chunks that were removed.
         generation: the catalog's generation after the write.
-        removed_documents: ids of documents that were removed or replaced.
+        replaced: documents that were replaced.
     """
 
     added_ids: list[int]
     removed_ids: list[int]
     generation: int
-    removed_documents: frozenset[str] = frozenset()
+    replaced: int = 0
 
 
 class Catalog:
@@ -178,7 +178,7 @@ class Catalog:
                 # A power cut may lose the last documents, never half of one; FULL would sync the disk once a document.
                 self._db.execute("PRAGMA synchronous = NORMAL")
                 self._db.executescript(SCHEMA)
-                if self._meta("format") is None:
+                if self.setting("format") is None:
                     self._set_meta("format", FORMAT)
             self._settle(self._settings, fix=False)
         except BaseException:
@@ -205,24 +205,26 @@ class Catalog:
         """
         if not entries:
             with self.snapshot():
-                self._check_versions(expected or {})
+                self._check_versions(expected)
                 return Change([], [], self.generation)
         added: list[int] = []
-        removed: dict[str, list[int]] = {}
+        removed: list[int] = []
+        replaced = 0
         with self._write():
             self._check_format()
-            self._check_versions(expected or {})
+            self._check_versions(expected)
             [dimensions] = {entry.vectors_ND.shape[1] for entry in entries}  # of one embedder
             self._settle(self._settings | {"dimensions": str(dimensions)}, fix=True)
             for entry in entries:
                 document = entry.document
-                if of_document := self._remove(document.id):
-                    removed[document.id] = of_document
+                of_document = self._remove(document.id)
+                removed += of_document
+                replaced += bool(of_document)
                 row = (document.id, document.version, document.title, len(entry.chunks))
-                self._run(INSERT_DOCUMENT, (*row[:3], time.time(), row[3], row_checksum(*row)))
+                self._sql(INSERT_DOCUMENT, (*row[:3], time.time(), row[3], row_checksum(*row)))
                 added += [self._insert(chunk, vector) for chunk, vector in zip(entry.chunks, entry.vectors_ND, strict=True)]
             self.check_room()
-            change = Change(added, [id_ for ids in removed.values() for id_ in ids], self.generation, frozenset(removed))
+            change = Change(added, removed, self.generation, replaced)
         self._refill()
         return change
 
@@ -245,7 +247,7 @@ class Catalog:
         if self._budget_bytes is None:
             return
         pragmas = ("page_count", "freelist_count", "page_size")
-        pages, free_pages, page_bytes = (self._rows(f"PRAGMA {name}")[0][0] for name in pragmas)
+        pages, free_pages, page_bytes = (self._sql(f"PRAGMA {name}")[0][0] for name in pragmas)
         if (used_bytes := (pages - free_pages) * page_bytes) + more_bytes > self._budget_bytes:
             raise BudgetTooSmallError(
                 f"the index has {used_bytes} bytes, with these documents more than index_budget_bytes={self._budget_bytes}; "
@@ -261,19 +263,19 @@ class Catalog:
         """
         broken = self._broken_structure()
         if broken and repair:
-            self._run("REINDEX")
+            self._sql("REINDEX")
             if still_broken := self._broken_structure():
                 raise self._unusable(still_broken)
         # By rowid, and every id: the id of a damaged row may be no text, or not the one that its chunks name.
-        rows = self._rows("SELECT rowid, id FROM documents ORDER BY rowid")
+        rows = self._sql("SELECT rowid, id FROM documents ORDER BY rowid")
         bad = [(rowid, id_) for rowid, id_ in rows if not isinstance(id_, str) or not self.is_intact(id_)]
-        [[chunks]] = self._rows("SELECT count(*) FROM chunks")
-        [[strays]] = self._rows("SELECT count(*) FROM chunks WHERE document_id NOT IN (SELECT id FROM documents)")
+        [[chunks]] = self._sql("SELECT count(*) FROM chunks")
+        [[strays]] = self._sql("SELECT count(*) FROM chunks WHERE document_id NOT IN (SELECT id FROM documents)")
         if repair and (bad or strays):
             with self._write():
                 for rowid, _ in bad:
-                    self._run("DELETE FROM documents WHERE rowid = ?", (rowid,))
-                self._run("DELETE FROM chunks WHERE document_id NOT IN (SELECT id FROM documents)")
+                    self._sql("DELETE FROM documents WHERE rowid = ?", (rowid,))
+                self._sql("DELETE FROM chunks WHERE document_id NOT IN (SELECT id FROM documents)")
         damaged = tuple(_printable(id_) for _, id_ in bad)
         return IndexReport(
             documents=len(rows), chunks=chunks, damaged=damaged, strays=strays, broken=bool(broken), repaired=repair
@@ -301,19 +303,19 @@ class Catalog:
         """Length of the vectors; None before the first."""
         return self._number("dimensions", least=1)
 
-    @property
-    def settings(self) -> dict[str, str]:
-        """Settings that the documents were added with; empty before the first."""
-        return {key: value for key, value in self._rows("SELECT key, value FROM meta") if key not in _STATE}
+    def setting(self, key: str) -> str | None:
+        """A setting that the documents were added with; None before the first."""
+        rows = self._sql("SELECT value FROM meta WHERE key = ?", (key,))
+        return str(rows[0][0]) if rows else None
 
     def version(self, document_id: str) -> str | None:
         """The version of a document; None if there is no such document."""
-        rows = self._rows("SELECT version FROM documents WHERE id = ?", (document_id,))
+        rows = self._sql("SELECT version FROM documents WHERE id = ?", (document_id,))
         return str(rows[0][0]) if rows else None
 
     def document(self, document_id: str) -> CatalogedDocument | None:
         """One document; None if there is no such document."""
-        rows = self._rows(f"{SELECT_DOCUMENTS} WHERE id = ?", (document_id,))
+        rows = self._sql(f"{SELECT_DOCUMENTS} WHERE id = ?", (document_id,))
         return _document_of(rows[0]) if rows else None
 
     def documents(
@@ -335,12 +337,12 @@ class Catalog:
         chosen = "" if after is None else f"WHERE rowid {comparison} (SELECT rowid FROM documents WHERE id = :after)"
         query = f"{SELECT_DOCUMENTS} {chosen} ORDER BY rowid {order} LIMIT :limit"
         values = {"after": after, "limit": -1 if limit is None else limit}  # -1 is none for SQLite
-        return [_document_of(row) for row in self._rows(query, values)]
+        return [_document_of(row) for row in self._sql(query, values)]
 
     def ids(self, prefix: str = "") -> list[str]:
         """The ids of documents that begin with a text, in the order of adding, without a look at the others."""
         chosen, bounds = ("WHERE id >= ? AND id < ?", (prefix, prefix_end(prefix))) if prefix else ("", ())
-        return [id_ for (id_,) in self._rows(f"SELECT id FROM documents {chosen} ORDER BY rowid", bounds)]
+        return [id_ for (id_,) in self._sql(f"SELECT id FROM documents {chosen} ORDER BY rowid", bounds)]
 
     def is_intact(self, document_id: str) -> bool:
         """Whether all rows of a document are there, and are what was written."""
@@ -358,8 +360,8 @@ class Catalog:
             DamagedDocumentError: a row is missing, or is not what was written.
         """
         if document_id is None:
-            return [_chunk_of(row) for row in self._rows(SELECT_CHUNKS + "ORDER BY c.id")]
-        rows = self._rows(SELECT_CHUNKS + "WHERE c.document_id = ? ORDER BY c.id", (document_id,))
+            return [_chunk_of(row) for row in self._sql(SELECT_CHUNKS + "ORDER BY c.id")]
+        rows = self._sql(SELECT_CHUNKS + "WHERE c.document_id = ? ORDER BY c.id", (document_id,))
         if not rows and self.version(document_id) is None:
             raise self._unknown(document_id)
         chunks = [_chunk_of(row) for row in rows]
@@ -374,7 +376,7 @@ class Catalog:
             DamagedDocumentError: the row is not what was written.
             RetrieverError: there is no such row.
         """
-        rows = self._rows(SELECT_CHUNKS + "WHERE c.id = ?", (id_,))
+        rows = self._sql(SELECT_CHUNKS + "WHERE c.id = ?", (id_,))
         if not rows:
             raise self._unusable("a row that a question found is gone")
         return _chunk_of(rows[0])
@@ -389,7 +391,7 @@ class Catalog:
     def document_texts(self, document_id: str, version: str) -> list[str]:
         """The texts of a document's chunks, in order; none if the document has another version now."""
         query = "SELECT c.text FROM chunks c JOIN documents d ON d.id = c.document_id "
-        rows = self._rows(query + "WHERE d.id = ? AND d.version = ? ORDER BY c.position", (document_id, version))
+        rows = self._sql(query + "WHERE d.id = ? AND d.version = ? ORDER BY c.position", (document_id, version))
         return [str(text) for (text,) in rows]
 
     def vectors(self) -> tuple[list[int], NDArray[np.float32]]:
@@ -404,9 +406,8 @@ class Catalog:
         query = "SELECT c.id, c.document_id, c.vector FROM chunks c JOIN documents d ON d.id = c.document_id ORDER BY c.id"
         with self._errors():
             for id_, owner, raw in self._db.execute(query):
-                is_whole = isinstance(raw, bytes) and len(raw) == 4 * dimensions
-                vector_D = np.frombuffer(raw, dtype="<f4") if is_whole else np.array([np.nan])
-                if np.isfinite(vector_D).all():
+                fits = isinstance(raw, bytes) and len(raw) == 4 * dimensions
+                if fits and np.isfinite(vector_D := np.frombuffer(raw, dtype="<f4")).all():
                     vectors[id_] = vector_D
                 else:
                     damaged.append(str(owner))
@@ -423,34 +424,26 @@ class Catalog:
         token_ids, vector = np.asarray(chunk.token_ids, dtype="<i4").tobytes(), vector_D.astype("<f4").tobytes()
         checksum = row_checksum(chunk.document_id, chunk.version, chunk.position, chunk.text, token_ids, vector)
         row = (chunk.document_id, chunk.position, chunk.text, token_ids, vector, checksum)
-        id_ = self._db.execute(INSERT_CHUNK, row).lastrowid
-        assert id_ is not None
-        return id_
+        [[id_]] = self._sql(INSERT_CHUNK, row)
+        return int(id_)
 
     def _remove_document(self, document_id: str) -> Change:
         with self._write():
             if self.version(document_id) is None:
                 raise self._unknown(document_id)
-            return Change([], self._remove(document_id), self.generation, frozenset({document_id}))
+            return Change([], self._remove(document_id), self.generation)
 
     def _remove(self, document_id: str) -> list[int]:
-        removed = [id_ for (id_,) in self._rows("SELECT id FROM chunks WHERE document_id = ?", (document_id,))]
-        self._run("DELETE FROM documents WHERE id = ?", (document_id,))
+        removed = [id_ for (id_,) in self._sql("SELECT id FROM chunks WHERE document_id = ?", (document_id,))]
+        self._sql("DELETE FROM documents WHERE id = ?", (document_id,))
         return removed
 
     @contextmanager
     def _write(self) -> Iterator[None]:
         """One transaction, one at a time: all or nothing, and the generation one higher."""
-        with self._errors():
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                self._set_meta("generation", str(self.generation + 1))
-                yield
-                self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                raise
+        with self._errors(), committed(self._db):
+            self._set_meta("generation", str(self.generation + 1))
+            yield
 
     def _with_reserve(self, step: Callable[[], _Result]) -> _Result:
         """The result of a step, which is tried again with the reserve's room if the disk is full."""
@@ -467,15 +460,15 @@ class Catalog:
         if self._reserve is not None:
             self._reserve.refill()
 
-    def _check_versions(self, expected: Mapping[str, Sequence[str | None]]) -> None:
-        for document_id, versions in expected.items():
+    def _check_versions(self, expected: Mapping[str, Sequence[str | None]] | None) -> None:
+        for document_id, versions in (expected or {}).items():
             if self.version(document_id) not in versions:
                 raise DocumentChangedError(document_id)
 
     def _check_format(self) -> None:
         """Refuse a file that another version of cacheblend made: two versions never share one."""
-        has_meta = self._rows("SELECT 1 FROM sqlite_master WHERE name = 'meta'")
-        if has_meta and (found := self._meta("format")) not in (None, FORMAT):
+        has_meta = self._sql("SELECT 1 FROM sqlite_master WHERE name = 'meta'")
+        if has_meta and (found := self.setting("format")) not in (None, FORMAT):
             raise RetrieverError(
                 f"{self._where} has format {found}, this version of cacheblend reads {FORMAT}; "
                 "use the version that made it, or another directory and ingest the documents anew"
@@ -483,11 +476,11 @@ class Catalog:
 
     def _settle(self, settings: Mapping[str, str], *, fix: bool) -> None:
         """Refuse settings that differ from those of the documents; before the first document `fix` stores them."""
-        is_empty = not self._rows("SELECT 1 FROM documents LIMIT 1")
+        is_empty = not self._sql("SELECT 1 FROM documents LIMIT 1")
         for key, value in settings.items():
             if is_empty and fix:
                 self._set_meta(key, value)
-            elif not is_empty and (stored := self._meta(key)) != value:
+            elif not is_empty and (stored := self.setting(key)) != value:
                 raise RetrieverError(
                     f"{self._where} was built with {key} {stored!r}, and this run has {value!r}; "
                     "use the same again, or another directory and ingest the documents anew"
@@ -495,38 +488,24 @@ class Catalog:
 
     def _broken_structure(self) -> str:
         """The first fault of SQLite's own structure; empty if it has none."""
-        found = (str(message) for (message,) in self._rows("PRAGMA integrity_check(100)"))
+        found = (str(message) for (message,) in self._sql("PRAGMA integrity_check(100)"))
         return next((message for message in found if message != "ok" and not _WRONG_VALUE.match(message)), "")
 
-    def _meta(self, key: str) -> str | None:
-        rows = self._rows("SELECT value FROM meta WHERE key = ?", (key,))
-        return str(rows[0][0]) if rows else None
-
     def _number(self, key: str, *, least: int) -> int | None:
-        value = self._meta(key)
+        value = self.setting(key)
         if value is not None and (not value.isdecimal() or int(value) < least):
             raise self._unusable(f"its {key} is damaged ({value!r})")
         return None if value is None else int(value)
 
     def _set_meta(self, key: str, value: str) -> None:
-        self._run("INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value", (key, value))
+        self._sql("INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value", (key, value))
 
-    def _rows(self, sql: str, arguments: Sequence[object] | Mapping[str, object] = ()) -> list[tuple[Any, ...]]:
+    def _sql(self, sql: str, arguments: Sequence[object] | Mapping[str, object] = ()) -> list[tuple[Any, ...]]:
         with self._errors():
             return self._db.execute(sql, arguments).fetchall()
 
-    def _run(self, sql: str, arguments: Sequence[object] = ()) -> None:
-        with self._errors():
-            self._db.execute(sql, arguments)
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter if a damaged name stands in SQLite's own message
-            if self._path is not None and is_disk_full(self._path, error):
-                raise StoreFullError(f"no room on the disk for {self._where}: {error}; free space") from error
-            raise self._unusable(error) from error
+    def _errors(self) -> AbstractContextManager[None]:
+        return sqlite_errors(self._path, self._unusable)
 
     def _unusable(self, why: object) -> RetrieverError:
         return RetrieverError(

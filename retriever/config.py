@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from cacheblend.base.checks import check_bytes, is_number, is_whole
 from cacheblend.base.errors import ConfigError
-from cacheblend.base.options import option
+from cacheblend.base.options import check_whole, is_number, is_whole, option
 
 DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
 SEPARATOR = "\n\n"
@@ -80,7 +79,7 @@ class RetrieverConfig:
         if not isinstance(self.embedder, str) or not self.embedder.strip():
             raise ConfigError("embedder", self.embedder, f"name or path of a sentence-transformers model ({DEFAULT_EMBEDDER})")
         if self.index_budget_bytes is not None:
-            check_bytes("index_budget_bytes", self.index_budget_bytes)
+            check_whole("index_budget_bytes", self.index_budget_bytes)
         if self.min_score is not None and not (is_number(self.min_score) and -1 <= self.min_score <= 1):
             raise ConfigError("min_score", self.min_score, "a number from -1 to 1, or None")
         if self.reranker is not None and not (isinstance(self.reranker, str) and self.reranker.strip()):

@@ -1,17 +1,22 @@
-"""Indexes of the catalog's vectors and words, in memory, and the fusion of their rankings.
+"""An index's documents, and the indexes in memory of their vectors and words, whose rankings are fused.
 
 Shapes: N vectors, D dimensions, K results.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import sqlite3
+import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
+from pathlib import Path
+from types import TracebackType
+from typing import Concatenate, ParamSpec, Self, TypeVar
 
 import faiss
 import numpy as np
@@ -19,15 +24,97 @@ from numpy.typing import NDArray
 
 from cacheblend.base.errors import RetrieverError
 
-from .catalog import Catalog, Change
-from .document import Chunk, found_texts
+from .catalog import Catalog, Change, EmbeddedDocument
+from .document import Chunk, ChunkPlace, chunk_places, found_texts
 
+INDEX_FILE = "catalogue.sqlite"
 WORD = re.compile(r"\w+")
 MAX_WORDS = 64  # that a search looks up, the rarest
 COMMON = 0.2  # words that more than this share of the chunks have say little, and make a search slow
 # Of reciprocal rank fusion, sum of 1 / (RRF_K + rank). The usual 60 lets what is tenth in both lists pass what is first in one:
 # recall of 6 chunks on 2Wiki 0.766 for 0.786 (docs/benchmarks.md).
 RRF_K = 10
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def _locked(
+    method: Callable[Concatenate[Catalog, _Arguments], _Result],
+) -> Callable[Concatenate[IndexedDocuments, _Arguments], _Result]:
+    """A method of the catalog as one of `IndexedDocuments`, under its lock."""
+
+    @functools.wraps(method)
+    def call(self: IndexedDocuments, /, *args: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
+        with self._lock:
+            return method(self._catalog, *args, **options)
+
+    return call
+
+
+class IndexedDocuments:
+    """The documents of an index, without a tokenizer or an embedder. Thread-safe; a context manager.
+
+    A retriever that has the same index open follows what is removed.
+
+    Args:
+        catalog: closed with this object.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._lock = threading.RLock()  # over the catalog, and over the indexes in memory that follow it
+
+    @classmethod
+    def open(cls, directory: Path) -> IndexedDocuments:
+        """The documents of an index's folder (`RetrieverConfig.directory`).
+
+        Raises:
+            RetrieverError: there is no index, or it cannot be used.
+        """
+        if not (directory / INDEX_FILE).is_file():
+            raise RetrieverError(f"{directory} holds no index; name the folder that documents were ingested into")
+        return IndexedDocuments(Catalog(directory / INDEX_FILE, {}))
+
+    documents = _locked(Catalog.documents)
+    document = _locked(Catalog.document)
+    version = _locked(Catalog.version)
+    ids = _locked(Catalog.ids)
+    chunks = _locked(Catalog.chunks)
+    verify = _locked(Catalog.verify)
+
+    def places(self, chunks: Sequence[Chunk]) -> list[ChunkPlace]:
+        """The place of each of all the chunks of a document, in order."""
+        with self._lock:
+            has_overlap = self._catalog.setting("chunk_overlap_tokens") not in (None, "0")
+        texts = [chunk.text for chunk in chunks]
+        return list(chunk_places(chunks[0].document_id, chunks[0].title, texts, has_overlap=has_overlap)) if chunks else []
+
+    def delete(self, document_id: str) -> int:
+        """Remove a document; returns how many chunks went with it.
+
+        Raises:
+            InputError: there is no such document.
+            RetrieverError: the directory cannot be written.
+            StoreFullError: the disk is full, and what was reserved for removals was used up by earlier ones.
+        """
+        with self._lock:
+            change = self._catalog.remove(document_id)
+            self._follow(change, ())
+        return len(change.removed_ids)
+
+    def _follow(self, change: Change, embedded: Sequence[EmbeddedDocument]) -> None:
+        """Apply a change of the catalog to indexes in memory; there are none here."""
+
+    def close(self) -> None:
+        """Close the catalog; a second call does nothing."""
+        with self._lock:
+            self._catalog.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
 
 
 class VectorIndex:
@@ -69,67 +156,14 @@ class VectorIndex:
             return math.nan
 
 
-class SyncedIndex:
-    """The index of a catalog's vectors, in memory, synchronised by the catalog's generation. Not thread-safe by itself.
-
-    It is built from the catalog at the first question, and again if another process has changed the catalog.
-
-    Args:
-        catalog: the source of truth.
-    """
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        self._index: VectorIndex | None = None  # None before the first document
-        self._generation = -1  # of the catalog that the index shows; -1 is nothing yet
-
-    def current(self) -> VectorIndex | None:
-        """The index of the catalog's present vectors; call it in a snapshot. None before the first document.
-
-        Raises:
-            RetrieverError: the catalog cannot be read.
-
-        """
-        generation, dimensions = self._catalog.generation, self._catalog.dimensions
-        if generation != self._generation:
-            self._index, self._generation = None, -1  # should this fail half-way, the index is built anew
-            if dimensions is not None:
-                ids, vectors_ND = self._catalog.vectors()
-                self._index = VectorIndex(dimensions)
-                if ids:
-                    self._index.add(ids, vectors_ND)
-            self._generation = generation
-        return self._index
-
-    def apply(self, change: Change, vectors_ND: NDArray[np.float32]) -> None:
-        """Follow a change of the catalog; an index that was out of date already stays so until `current` builds it anew."""
-        if change.generation != self._generation + 1:
-            return
-        self._generation = -1  # should this fail half-way, the index is built anew
-        if self._index is not None:
-            self._index.remove(change.removed_ids)
-        if change.added_ids:
-            if self._index is None or len(self._index) == 0:  # an emptied catalog may go on with other dimensions
-                self._index = VectorIndex(vectors_ND.shape[1])
-            self._index.add(change.added_ids, vectors_ND)
-        self._generation = change.generation
-
-
 class WordIndex:
-    """The words of all chunks, searched by BM25, synchronised by the catalog's generation. Not thread-safe by itself.
-
-    The table is in memory: a deleted document leaves no word on the disk, and a crash cannot separate it from the catalog. It
-    is built at the first question (a second for 4 MB of text), and follows the catalog's changes later.
-
-    Args:
-        catalog: the source of truth.
+    """The words of all chunks, searched by BM25. In memory: a deleted document leaves no word on the disk.
 
     Raises:
         RetrieverError: Python's SQLite was built without FTS5.
     """
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog, self._generation = catalog, -1
+    def __init__(self) -> None:
         self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         try:
             self._db.execute("CREATE VIRTUAL TABLE words USING fts5(text, tokenize='unicode61 remove_diacritics 2')")
@@ -142,25 +176,29 @@ class WordIndex:
         """Free the memory; a second call does nothing."""
         self._db.close()
 
-    def apply(self, change: Change, chunks: Sequence[Chunk]) -> None:
-        """Follow a change of the catalog; an index that was out of date stays so until the next search."""
-        if change.generation != self._generation + 1:
-            return
-        self._generation = -1  # should this fail half-way, the index is built anew
-        with self._transaction():
-            self._remove(change.removed_ids)
-            self._add(
-                (id_, chunk.document_id, chunk.title, chunk.text) for id_, chunk in zip(change.added_ids, chunks, strict=True)
-            )
-        self._generation = change.generation
+    def update(self, removed: Iterable[int] | None, added: Iterable[tuple[int, str, str, str]]) -> None:
+        """Remove the words of these ids, or all for None, and add others.
+
+        Args:
+            removed: index ids.
+            added: index id, document's id and title, and text of chunks, each document's in order.
+        """
+        self._db.execute("BEGIN")
+        with self._db:  # commits or rolls back
+            if removed is None:
+                self._db.execute("DELETE FROM words")
+            else:
+                self._db.executemany("DELETE FROM words WHERE rowid = ?", ((id_,) for id_ in removed))
+            for (document_id, title), group in groupby(added, key=itemgetter(1, 2)):
+                of_document = list(group)
+                texts = found_texts(document_id, title, [text for *_, text in of_document])
+                printable = (
+                    (id_, found.encode(errors="replace").decode()) for (id_, *_), found in zip(of_document, texts, strict=True)
+                )
+                self._db.executemany("INSERT INTO words (rowid, text) VALUES (?, ?)", printable)
 
     def search(self, text: str, limit: int) -> list[int]:
         """Index ids of the chunks that share words with a text, best first by BM25, the lower id among equals."""
-        if self._generation != (generation := self._catalog.generation):
-            with self._transaction():
-                self._db.execute("DELETE FROM words")
-                self._add(self._catalog.texts())
-            self._generation = generation
         words = self._telling(dict.fromkeys(WORD.findall(text.lower())))
         if not words:
             return []
@@ -171,28 +209,72 @@ class WordIndex:
     def _telling(self, words: Iterable[str]) -> list[str]:
         """The rarest of some words, without common ones unless all are common."""
         [[chunks]] = self._db.execute("SELECT count(*) FROM words")
-        counts = {word: self._db.execute("SELECT doc FROM vocabulary WHERE term = ?", (word,)).fetchone() for word in words}
-        found = sorted(words, key=lambda word: counts[word][0] if counts[word] else 0)
-        rare = [word for word in found if not counts[word] or counts[word][0] <= COMMON * chunks]
-        return (rare or found)[:MAX_WORDS]
+        rows = {word: self._db.execute("SELECT doc FROM vocabulary WHERE term = ?", (word,)).fetchone() for word in words}
+        counts = {word: row[0] if row else 0 for word, row in rows.items()}
+        found = sorted(counts, key=counts.__getitem__)
+        return ([word for word in found if counts[word] <= COMMON * chunks] or found)[:MAX_WORDS]
 
-    def _remove(self, ids: Iterable[int]) -> None:
-        self._db.executemany("DELETE FROM words WHERE rowid = ?", ((id_,) for id_ in ids))
 
-    def _add(self, rows: Iterable[tuple[int, str, str, str]]) -> None:
-        """Index ids with their document's id and title, and their text, each document's in order."""
-        for (document_id, title), group in groupby(rows, key=itemgetter(1, 2)):
-            of_document = list(group)
-            texts = [text for *_, text in of_document]
-            printable = (
-                (id_, found.encode(errors="replace").decode())
-                for (id_, *_), found in zip(of_document, found_texts(document_id, title, texts), strict=True)
-            )
-            self._db.executemany("INSERT INTO words (rowid, text) VALUES (?, ?)", printable)
+class SearchIndex:
+    """The indexes of a catalog's vectors and words, in memory, synchronised by its generation. Not thread-safe by itself.
 
-    def _transaction(self) -> sqlite3.Connection:
-        self._db.execute("BEGIN")
-        return self._db  # as a context manager it commits or rolls back
+    They are built from the catalog at the first question (a second for 4 MB of text), and again if another process has changed
+    it; what this process changes is applied.
+
+    Args:
+        catalog: the source of truth.
+        by_words: whether words are searched.
+
+    Attributes:
+        words: None without a search by words.
+    """
+
+    def __init__(self, catalog: Catalog, *, by_words: bool) -> None:
+        self._catalog = catalog
+        self._generation = -1  # of the catalog that the indexes show; -1 is nothing yet
+        self._vectors: VectorIndex | None = None  # None before the first document
+        self.words = WordIndex() if by_words else None
+
+    def current(self) -> VectorIndex | None:
+        """Bring both up to date, in a snapshot of the catalog; returns that of vectors, None before the first document.
+
+        Raises:
+            RetrieverError: the catalog cannot be read.
+        """
+        if self._generation != (generation := self._catalog.generation):
+            self._vectors, self._generation = None, -1  # should this fail half-way, they are built anew
+            if (dimensions := self._catalog.dimensions) is not None:
+                ids, vectors_ND = self._catalog.vectors()
+                self._vectors = VectorIndex(dimensions)
+                if ids:
+                    self._vectors.add(ids, vectors_ND)
+            if self.words is not None:
+                self.words.update(None, self._catalog.texts())
+            self._generation = generation
+        return self._vectors
+
+    def apply(self, change: Change, embedded: Sequence[EmbeddedDocument]) -> None:
+        """Follow a change of the catalog; indexes that were out of date stay so until `current` builds them anew."""
+        if change.generation != self._generation + 1:
+            return
+        self._generation = -1  # should this fail half-way, they are built anew
+        chunks = [chunk for one in embedded for chunk in one.chunks]
+        if self._vectors is not None:
+            self._vectors.remove(change.removed_ids)
+        if change.added_ids:
+            vectors_ND = np.concatenate([one.vectors_ND for one in embedded])
+            if self._vectors is None or len(self._vectors) == 0:  # an emptied catalog may go on with other dimensions
+                self._vectors = VectorIndex(vectors_ND.shape[1])
+            self._vectors.add(change.added_ids, vectors_ND)
+        if self.words is not None:
+            rows = zip(change.added_ids, chunks, strict=True)
+            self.words.update(change.removed_ids, ((id_, one.document_id, one.title, one.text) for id_, one in rows))
+        self._generation = change.generation
+
+    def close(self) -> None:
+        """Free the memory; a second call does nothing."""
+        if self.words is not None:
+            self.words.close()
 
 
 def fuse_rankings(rankings: Iterable[Sequence[int]]) -> list[int]:

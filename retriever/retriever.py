@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 
 from cacheblend.base.errors import InputError, RetrieverError
 from cacheblend.base.files import make_folder
-from cacheblend.base.progress import Check, Progress
+from cacheblend.base.threads import Check, Progress
 
-from .catalog import Catalog, EmbeddedDocument
+from .catalog import Catalog, Change, EmbeddedDocument
 from .config import RetrieverConfig
 from .document import Chunk, ChunkPlace, Document, ScoredChunk, chunk_places, found_texts
 from .embedder import Embedder, SentenceTransformerEmbedder, checked_between_batches
-from .index import SyncedIndex, VectorIndex, WordIndex, fuse_rankings, names
-from .index_folder import INDEX_FILE, IndexedDocuments
+from .index import INDEX_FILE, IndexedDocuments, SearchIndex, VectorIndex, fuse_rankings, names
 from .reranker import CrossEncoderReranker, Reranker
 from .splitter import Splitter
 
@@ -91,8 +90,7 @@ class Retriever(IndexedDocuments):
         }
         file = None if config.directory is None else config.directory / INDEX_FILE
         super().__init__(Catalog(file, settings, config.index_budget_bytes))
-        self._words = None if config.retrieval == "dense" else WordIndex(self._catalog)
-        self._index = SyncedIndex(self._catalog)
+        self._index = SearchIndex(self._catalog, by_words=config.retrieval != "dense")
         self._places: dict[tuple[str, str], Sequence[ChunkPlace]] = {}  # by document and version
         self._closed = False
 
@@ -184,27 +182,11 @@ class Retriever(IndexedDocuments):
         """
         with self._lock:
             change = self._catalog.put(embedded, expected)
-            if embedded:
-                self._index.apply(change, np.concatenate([one.vectors_ND for one in embedded]))
-                if self._words is not None:
-                    self._words.apply(change, [chunk for one in embedded for chunk in one.chunks])
-        return len(change.removed_documents)
+            self._follow(change, embedded)
+        return change.replaced
 
-    def delete(self, document_id: str) -> int:
-        """Remove a document; returns how many chunks went with it.
-
-        Raises:
-            InputError: there is no such document.
-            RetrieverError: the directory cannot be written.
-            StoreFullError: the disk is full, and what was reserved for removals was used up by earlier ones.
-
-        """
-        with self._lock:
-            change = self._catalog.remove(document_id)
-            self._index.apply(change, np.empty((0, 0), dtype=np.float32))
-            if self._words is not None:
-                self._words.apply(change, ())
-        return len(change.removed_ids)
+    def _follow(self, change: Change, embedded: Sequence[EmbeddedDocument]) -> None:
+        self._index.apply(change, embedded)
 
     @property
     def chunk_count(self) -> int:
@@ -270,8 +252,7 @@ class Retriever(IndexedDocuments):
         with self._lock:
             self._closed = True
             self._catalog.close()
-            if self._words is not None:
-                self._words.close()
+            self._index.close()
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
@@ -318,20 +299,20 @@ class Retriever(IndexedDocuments):
 
     def _find(self, index: VectorIndex, question: str, vector_D: NDArray[np.float32], num_chunks: int) -> list[ScoredChunk]:
         """The best chunks."""
-        count = min(num_chunks, len(index))
+        count, words = min(num_chunks, len(index)), self._index.words
         # 1. Rank by meaning and by words, each list longer than what is wanted, and fuse the ranks.
         candidates = min(max(CANDIDATES, num_chunks), len(index))
         rankings = [index.search(vector_D, candidates)[0]]
-        if self._words is not None:
-            rankings.append(self._words.search(question, candidates))
+        if words is not None:
+            rankings.append(words.search(question, candidates))
         best = fuse_rankings(rankings)
         # 2. The names in the best document's chunks lead to those that a question over two documents does not name.
-        if self._words is not None and self.config.search_rounds == 2 and 1 < count < len(best):
+        if words is not None and self.config.search_rounds == 2 and 1 < count < len(best):
             first = best[: max(1, round(FIRST_ROUND_SHARE * count))]
             chunks = [self._catalog.chunk(id_) for id_ in first]
             texts = [chunk.text for chunk in chunks if chunk.document_id == chunks[0].document_id]
             if found_names := " ".join(names(" ".join([chunks[0].title, *texts]))):
-                second = self._words.search(f"{question} {found_names}", count + len(first))
+                second = words.search(f"{question} {found_names}", count + len(first))
                 best = [*first, *[id_ for id_ in second if id_ not in first][: count - len(first)], *best[len(first) :]]
         # 3. The chunks themselves, and how near they are.
         best = list(dict.fromkeys(best))[:count]

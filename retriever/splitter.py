@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
-from cacheblend.base.errors import InputError, RetrieverError
-from cacheblend.base.extras import needs_extra
-from cacheblend.base.progress import Check
+from cacheblend.base.errors import InputError, RetrieverError, needs_extra
+from cacheblend.base.threads import Check
 
 from .config import RetrieverConfig
 from .document import Chunk, Document

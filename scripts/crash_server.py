@@ -45,7 +45,7 @@ from engines import CHUNK_TOKENS, make_model
 from server_process import ServedConfig, ServerProcess, free_port
 from transformers import PreTrainedTokenizerFast
 
-from cacheblend.retriever.index_folder import IndexedDocuments
+from cacheblend.retriever.index import IndexedDocuments
 from cacheblend.store import KVStore, StoreConfig
 
 WRITERS, ASKERS = 3, 3

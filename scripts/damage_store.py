@@ -44,7 +44,7 @@ from cacheblend.base.errors import CacheBlendError, InputError
 from cacheblend.blend import FusionConfig, Fusor
 from cacheblend.loader import Profile, describe_device, write_profile
 from cacheblend.retriever import Document, RetrieverConfig
-from cacheblend.retriever.index_folder import IndexedDocuments
+from cacheblend.retriever.index import IndexedDocuments
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.store import ChunkKey, ChunkKV
 

@@ -31,8 +31,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cacheblend.base.checks import GIB
 from cacheblend.base.errors import InputError
+from cacheblend.base.options import GIB
 from cacheblend.blend import Fusor
 from cacheblend.blend.fidelity import first_token_kl_nats
 from cacheblend.blend.loading import load_tokenizer

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cacheblend.base.checks import GIB, MIB, check_bytes, check_whole, is_number
 from cacheblend.base.errors import ConfigError
-from cacheblend.base.options import option
+from cacheblend.base.options import GIB, MIB, check_whole, is_number, option
 
 from .remote import RemoteAddress
 from .tiers import CACHE_TIERS, NVME, RAM
@@ -81,12 +80,12 @@ class StoreConfig:
         if not isinstance(self.directory, str | os.PathLike) or not os.fspath(self.directory):
             raise ConfigError("directory", self.directory, "name the folder that holds the store")
         for name in ("ram_budget_bytes", "nvme_budget_bytes", "write_queue_bytes", "remote_queue_bytes"):
-            check_bytes(name, getattr(self, name))
+            check_whole(name, getattr(self, name))
         further = sorted(set(CACHE_TIERS) - {RAM})
         for name, budget_bytes in self.cache_budgets.items():
             if name not in further:
                 raise ConfigError("cache_budgets", name, f"one of the tiers {', '.join(further) or '(none is registered)'}")
-            check_bytes(f"cache_budgets[{name!r}]", budget_bytes)
+            check_whole(f"cache_budgets[{name!r}]", budget_bytes)
         self.remote_address()
         if self.remote_secret is not None and self.remote_secret_file is not None:
             raise ConfigError("remote_secret_file", self.remote_secret_file, "not beside remote_secret")

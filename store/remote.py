@@ -23,10 +23,9 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 import numpy as np
 
-from cacheblend.base.checks import check_user_info
-from cacheblend.base.errors import ConfigError, DamagedEntryError, MissingExtraError, RemoteError, StoreError
-from cacheblend.base.extras import needs_extra
+from cacheblend.base.errors import ConfigError, DamagedEntryError, MissingExtraError, RemoteError, StoreError, needs_extra
 from cacheblend.base.memory import Bytes
+from cacheblend.base.options import check_user_info
 
 from .entry import LENGTH_BYTES, EncodedEntry, pack_header, parse_header
 

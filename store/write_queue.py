@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
-from cacheblend.base.checks import MIB
 from cacheblend.base.errors import StoreError
+from cacheblend.base.options import MIB
 
 from .entry import EncodedEntry
 

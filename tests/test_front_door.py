@@ -19,7 +19,7 @@ def test_import_brings_nothing() -> None:
     """The import alone loads neither torch nor any other library, and of the package's own modules the errors alone."""
     names = _fresh("import sys; import cacheblend; print(*sorted(sys.modules))").split()
     own = {name for name in names if name.startswith("cacheblend.")}
-    assert own == {"cacheblend.base", "cacheblend.base.errors", "cacheblend.base.progress"}
+    assert own == {"cacheblend.base", "cacheblend.base.errors", "cacheblend.base.threads"}
     packages = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names)
     assert not packages & {"torch", "transformers", "numpy", "safetensors", "typer", "rich"}, packages
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cacheblend.base.checks import GIB
 from cacheblend.base.errors import InputError
+from cacheblend.base.options import GIB
 from cacheblend.integrations.ray import RayConfig
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig, load_fusor, remember_settings
 from cacheblend.service.engine.document_sources import DocumentStream, SourceReport, StreamSize

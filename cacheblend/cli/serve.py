@@ -14,8 +14,7 @@ from typing import Annotated
 
 import typer
 
-from cacheblend.base.errors import ConfigError, InputError, ServiceError
-from cacheblend.base.extras import needs_extra
+from cacheblend.base.errors import ConfigError, InputError, ServiceError, needs_extra
 from cacheblend.base.memory import hold_freed_memory
 from cacheblend.base.options import from_options, refuse_gone
 from cacheblend.base.threads import in_own_thread

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cacheblend.base.errors import InputError
-from cacheblend.retriever.index_folder import INDEX_FILE, IndexedDocuments
+from cacheblend.retriever.index import INDEX_FILE, IndexedDocuments
 from cacheblend.service.engine.config import INDEX_FOLDER, KV_FOLDER
 from cacheblend.service.engine.documents import Documents, DocumentStatus, shown_chunk
 from cacheblend.store import KVStore, StoreConfig

@@ -24,7 +24,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from cacheblend.base import progress
+from cacheblend.base import threads
 from cacheblend.base.errors import InputError
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class _Stages(logging.Handler):
             self._line.show(record.getMessage())
 
 
-class IngestProgress(LiveLine, progress.Progress):
+class IngestProgress(LiveLine, threads.Progress):
     """Documents and tokens done, the speed since the first chunk began to be computed, and the time that is left.
 
     Progress is counted in characters, of a batch by the share of its computed chunks; skipped documents promise no early end.
@@ -200,7 +200,7 @@ class IngestProgress(LiveLine, progress.Progress):
 
     def __init__(self, stream: DocumentStream | None, size: StreamSize | None) -> None:
         LiveLine.__init__(self)
-        progress.Progress.__init__(self)
+        threads.Progress.__init__(self)
         self._stream, self._size = stream, size
         self._started, self._skipped_characters = time.monotonic(), 0
         self._done_documents = self._done_tokens = self._done_characters = 0  # up to the batch

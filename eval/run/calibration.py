@@ -14,7 +14,7 @@ from cacheblend.eval.data.source import prompt_renderer
 from cacheblend.eval.method_plan import FULL_REUSE, METHOD_OF_SELECTOR
 from cacheblend.eval.metrics import COMPARED_TOKENS
 from cacheblend.loader import Calibration, Measures, Thresholds
-from cacheblend.loader.calibration import prefix_digest
+from cacheblend.loader.profile import prefix_digest
 from cacheblend.retriever import Embedder
 
 from .folder import EvalConfig

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cacheblend.base.errors import InputError
-from cacheblend.base.extras import needs_extra
+from cacheblend.base.errors import InputError, needs_extra
 from cacheblend.eval.metrics import paired_difference
 
 from .folder import Row, RunFolder

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cacheblend.base.checks import check_whole, is_number
 from cacheblend.base.errors import ConfigError
-from cacheblend.base.options import option
+from cacheblend.base.options import check_whole, is_number, option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

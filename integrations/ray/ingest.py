@@ -17,10 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from cacheblend.base.errors import CacheBlendError, ConfigError, DocumentChangedError, InputError
-from cacheblend.base.extras import needs_extra
-from cacheblend.base.options import with_options
-from cacheblend.base.progress import Progress
+from cacheblend.base.errors import CacheBlendError, ConfigError, DocumentChangedError, InputError, needs_extra
+from cacheblend.base.options import from_options
+from cacheblend.base.threads import Progress
 from cacheblend.blend.loading import load_tokenizer
 from cacheblend.retriever import Retriever
 from cacheblend.service.engine.config import EngineConfig, remember_settings
@@ -250,4 +249,4 @@ def _absolute(config: EngineConfig) -> EngineConfig:
     given = {"model": config.model, "context_filler": config.context_filler, "embedder": retriever.embedder}
     given["remote_secret_file"] = store.remote_secret_file or ""
     paths = {name: str(path.absolute()) for name, one in given.items() if one and (path := Path(one).expanduser()).exists()}
-    return with_options(config, {**paths, "store_dir": Path(config.store_dir).absolute()})
+    return from_options(EngineConfig, {**paths, "store_dir": Path(config.store_dir).absolute()}, config)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheblend.base.errors import CacheBlendError, InputError, RemoteError
-from cacheblend.base.progress import Progress
+from cacheblend.base.threads import Progress
 from cacheblend.retriever import Document, Retriever
 from cacheblend.service.engine.chunk_context import ChunkEncoder
 from cacheblend.service.engine.config import EngineConfig, load_fusor

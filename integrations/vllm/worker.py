@@ -128,7 +128,7 @@ class BlendWorker:
         """Work as much as vLLM's own prefill of `rows` tokens would: at least a layer; or when idle a missed chunk."""
         for job in jobs:
             fetches = self._store.has_remote and self._ranks.rank == 0
-            self._fetches.append((job, THREADS.call(partial(self._fetch_missing, job.prompt)) if fetches else None))
+            self._fetches.append((job, THREADS.run(partial(self._fetch_missing, job.prompt)) if fetches else None))
         self._begin_fetched()
         self._miss(missed)
         left = max(1, rows) * self._fusor.runner.geometry.layers

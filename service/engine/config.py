@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cacheblend.base.checks import MIB, check_bytes, check_whole
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.files import replacing
-from cacheblend.base.options import option
+from cacheblend.base.options import MIB, check_whole, option
 from cacheblend.blend import DEFAULT_SELECTOR, ChunkContext, FusionConfig
 from cacheblend.blend.precompute import DOCUMENT_TOKENS
 from cacheblend.loader import LoaderConfig
@@ -119,7 +118,7 @@ class EngineConfig:
                 raise ConfigError(name, value, f"one of {', '.join(allowed)}")
         if self.max_tokens is not None:
             check_max_tokens(self.max_tokens)
-        check_bytes("prefix_budget_bytes", self.prefix_budget_bytes)
+        check_whole("prefix_budget_bytes", self.prefix_budget_bytes)
         if not isinstance(self.context_filler, str) or not self.context_filler.strip():
             raise ConfigError("context_filler", self.context_filler, '"auto", "none", or a text file')
         ChunkContext(document_tokens=self.context_document_tokens)

@@ -14,8 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from cacheblend.base.errors import CacheBlendError, InputError
-from cacheblend.base.extras import needs_extra
+from cacheblend.base.errors import CacheBlendError, InputError, needs_extra
 from cacheblend.retriever import Document, PlainTokenizer
 
 from .file_converter import CONVERTED_SUFFIXES, FileConverter

@@ -23,10 +23,10 @@ from cacheblend.retriever import CatalogedDocument, Retriever
 from cacheblend.store import StoredDocument
 
 if TYPE_CHECKING:
-    from cacheblend.base.progress import Progress
+    from cacheblend.base.threads import Progress
     from cacheblend.retriever import Chunk, Document
     from cacheblend.retriever.document import ChunkPlace
-    from cacheblend.retriever.index_folder import IndexedDocuments
+    from cacheblend.retriever.index import IndexedDocuments
     from cacheblend.store import ChunkKey, KVStore
 
     from .ingest import DocumentEncoder, EncodedBatch, IngestReport

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from cacheblend.base.errors import InputError
-from cacheblend.base.progress import Check, Progress
+from cacheblend.base.threads import Check, Progress
 from cacheblend.blend import Fusor
 from cacheblend.loader import LoadingController
 from cacheblend.retriever import Chunk, Document, Embedder, Retriever, ScoredChunk, checked_between_batches, in_reading_order

@@ -10,8 +10,7 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 
-from cacheblend.base.errors import InputError
-from cacheblend.base.extras import needs_extra
+from cacheblend.base.errors import InputError, needs_extra
 from cacheblend.base.files import replacing
 from cacheblend.retriever import Document
 

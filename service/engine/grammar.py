@@ -8,8 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from cacheblend.base.errors import InputError
-from cacheblend.base.extras import needs_extra
+from cacheblend.base.errors import InputError, needs_extra
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from cacheblend.base.errors import InputError, PromptTooLongError
-from cacheblend.base.progress import Progress
+from cacheblend.base.threads import Progress
 from cacheblend.retriever import Document
 
 if TYPE_CHECKING:

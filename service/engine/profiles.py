@@ -23,7 +23,7 @@ from cacheblend.loader import (
     read_calibration,
     read_profile,
 )
-from cacheblend.loader.calibration import prefix_digest
+from cacheblend.loader.profile import prefix_digest
 from cacheblend.store.codecs import CODECS, LayerShape
 
 from .blend_plan import BlendCounts, BlendPolicy

@@ -11,7 +11,7 @@ import httpx
 
 from cacheblend.base.errors import ConfigError, InputError, ServiceError
 from cacheblend.base.options import option
-from cacheblend.base.progress import Progress
+from cacheblend.base.threads import Progress
 from cacheblend.retriever import Document
 
 from .ingest import IngestReport

@@ -27,7 +27,7 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
 from cacheblend.base.errors import CacheBlendError
-from cacheblend.base.progress import Check
+from cacheblend.base.threads import Check
 from cacheblend.retriever import checked_between_batches
 from cacheblend.service.engine.config import read_examples
 from cacheblend.service.engine.engine import Engine

@@ -16,7 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 from cacheblend.base.errors import ClientGoneError, MissingExtraError
-from cacheblend.base.progress import Check
+from cacheblend.base.threads import Check
 from cacheblend.service.engine.decoding import Piece
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.grammar import GrammarCompiler

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cacheblend.base.checks import MIB, check_bytes, check_whole, is_whole
 from cacheblend.base.errors import ConfigError
-from cacheblend.base.options import option, with_options
+from cacheblend.base.options import MIB, check_whole, from_options, is_whole, option
 from cacheblend.service.engine.config import EngineConfig
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that only this machine reaches
@@ -100,7 +99,7 @@ class TenantConfig:
                 raise ConfigError(f"tenants.{self.name}.api_key_sha256", given, allowed)
         for budget in BUDGETS:
             if (budget_bytes := getattr(self, budget)) is not None:
-                check_bytes(f"tenants.{self.name}.{budget}", budget_bytes)
+                check_whole(f"tenants.{self.name}.{budget}", budget_bytes)
 
 
 def new_key() -> str:
@@ -126,13 +125,14 @@ def engine_configs(config: EngineConfig, tenants: Sequence[TenantConfig]) -> dic
     totals = {budget: next(getattr(owner, budget) for owner in owners if hasattr(owner, budget)) for budget in BUDGETS}
     parts = {budget: _parts(budget, total, tenants) for budget, total in totals.items()}
     return {
-        tenant.name: with_options(
-            config,
+        tenant.name: from_options(
+            EngineConfig,
             {
                 "store_dir": Path(config.store_dir) / TENANTS_FOLDER / tenant.name,
                 "remote_tenant": tenant.name,
                 **{budget: part[tenant.name] for budget, part in parts.items()},
             },
+            config,
         )
         for tenant in tenants
     }

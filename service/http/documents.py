@@ -20,7 +20,7 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from cacheblend.base.errors import InputError, MissingExtraError, StoreFullError
-from cacheblend.base.progress import Check, Progress
+from cacheblend.base.threads import Check, Progress
 from cacheblend.retriever.document import NO_ID
 from cacheblend.service.engine.document_sources import JSONL_SUFFIXES, PARQUET_SUFFIX, file_documents
 from cacheblend.service.engine.documents import DocumentStatus, shown_chunk

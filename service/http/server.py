@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 from fastapi import Request
 
 from cacheblend.base.errors import ClientGoneError, ServiceError
-from cacheblend.base.progress import Check
+from cacheblend.base.threads import Check
 from cacheblend.retriever import Embedder
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
 from cacheblend.service.engine.engine import Engine

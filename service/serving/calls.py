@@ -12,8 +12,7 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from cacheblend.base.errors import DeadlineError, QueueFullError, ShuttingDownError
-from cacheblend.base.progress import Check
-from cacheblend.base.threads import lower_priority
+from cacheblend.base.threads import Check, lower_priority
 
 from .scheduler import Turns
 

@@ -15,9 +15,8 @@ from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
-from cacheblend.base.checks import check_share, check_whole, is_number
 from cacheblend.base.errors import ConfigError, DeadlineError, QueueFullError, ShuttingDownError
-from cacheblend.base.options import option
+from cacheblend.base.options import check_share, check_whole, is_number, option
 from cacheblend.blend import Fusor
 from cacheblend.service.engine.request import Done, Failed, Request
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend.base.errors import MissingExtraError
-from cacheblend.base.extras import needs_extra
+from cacheblend.base.errors import MissingExtraError, needs_extra
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 # What the extras bring; sklearn comes with sentence-transformers, and transformers uses it where it is.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.base.options import GONE_OPTIONS, from_options, option, options_of, with_options
+from cacheblend.base.options import GONE_OPTIONS, from_options, option, options_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ def test_flat_values() -> None:
     """Flat values go to the config that has the field; None is the default; a copy keeps what is not named."""
     made = from_options(Outer, {"place": "here", "size": 5, "speed": None})
     assert made == Outer(place="here", inner=Inner(size=5))
-    changed = with_options(made, {"speed": 2.0, "names": ("a",)})
+    changed = from_options(Outer, {"speed": 2.0, "names": ("a",)}, made)
     assert changed == Outer(place="here", speed=2.0, inner=Inner(size=5, names=("a",)))
     assert from_options(Outer, {"place": "here", "inner": Inner(hidden=8)}).inner.hidden == 8
 

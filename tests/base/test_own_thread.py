@@ -14,7 +14,7 @@ import torch
 
 from cacheblend.base.threads import in_own_thread
 from cacheblend.blend import KVGeometry
-from cacheblend.loader.staging import Staging
+from cacheblend.loader.layer_loader import Staging
 from cacheblend.retriever import SentenceTransformerEmbedder
 from cacheblend.store import ChunkKV
 

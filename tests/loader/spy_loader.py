@@ -9,8 +9,7 @@ from prompts import BOS, chunk, draw_ids
 
 from cacheblend.blend import Fusor, Segment
 from cacheblend.loader import LayerLoader, LoaderConfig
-from cacheblend.loader.layer_loader import THREADS
-from cacheblend.loader.staging import LayerBuffer
+from cacheblend.loader.layer_loader import THREADS, LayerBuffer
 from cacheblend.store import ChunkKey, KVHandle, KVStore
 
 SEEDS = {"nvme": (1, 2), "ram": (3, 4), "memory": (5, 6)}

@@ -11,7 +11,7 @@ import pytest
 
 from cacheblend.base.errors import ConfigError, ProfileError
 from cacheblend.loader import Calibration, Measures, Thresholds, read_calibration, write_calibration
-from cacheblend.loader.calibration import calibration_path, prefix_digest
+from cacheblend.loader.profile import calibration_path, prefix_digest
 
 MODEL, PREFIX = "0123456789abcdef" * 4, prefix_digest([1, 2, 3])
 MEASURES = Measures(
@@ -78,13 +78,13 @@ def test_a_file_without_a_curve(tmp_path: Path) -> None:
         ({"ratio": 1.5}, "ratio=1.5"),
         ({"ratio": "0.1"}, "ratio='0.1'"),
         ({"context": None}, "context=None"),
-        ({"measures": {}}, "not a calibration"),
-        ({"measures": 3}, "not a calibration"),
+        ({"measures": {}}, "cannot be used"),
+        ({"measures": 3}, "cannot be used"),
         ({"thresholds": {"max_kl": -1}}, "max_kl"),
         ({"surplus": 1}, "surplus"),
         ({"curve": [[0.1, 0.2], [0, 0.3]]}, "curve="),
         ({"curve": [[0.1, "0.2"]]}, "curve="),
-        ({"curve": [0.1]}, "not a calibration"),
+        ({"curve": [0.1]}, "cannot be used"),
     ],
 )
 def test_damaged_values(tmp_path: Path, change: dict[str, Any], says: str) -> None:

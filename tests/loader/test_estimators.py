@@ -9,7 +9,7 @@ from profiles import linear_profile
 
 from cacheblend.blend import Schedule
 from cacheblend.blend.selectors import QuestionAttention
-from cacheblend.loader import LayerSample, PrefillSample, Profile, TierSpeed
+from cacheblend.loader import LayerSample, PrefillSample, TierSpeed
 from cacheblend.loader.estimators import LoadEstimator, RecomputeEstimator, WorkEstimator, fit
 
 coefficient = st.floats(0, 1e-3)
@@ -34,16 +34,10 @@ def test_a_quadratic_is_found_again(coefficients: tuple[float, float, float], to
 
     lengths = (64, 512, 2048, 4096)
     profile = linear_profile()
-    profile = Profile(
-        **{
-            **{name: getattr(profile, name) for name in ("model", "device", "torch_version", "layers", "layer_token_bytes")},
-            "prefill": tuple(PrefillSample(tokens=count, seconds=seconds(count)) for count in lengths),
-            "blend": profile.blend,
-            "logits_s": 0.0,
-            "tiers": profile.tiers,
-        }
+    measured = dataclasses.replace(
+        profile, prefill=tuple(PrefillSample(tokens=count, seconds=seconds(count)) for count in lengths)
     )
-    assert RecomputeEstimator(profile, Schedule(0.3)).prefill_s(tokens) == pytest.approx(seconds(tokens), rel=1e-4)
+    assert RecomputeEstimator(measured, Schedule(0.3)).prefill_s(tokens) == pytest.approx(seconds(tokens), rel=1e-4)
 
 
 def test_one_length_is_not_taken_for_any_other() -> None:
@@ -152,13 +146,9 @@ def test_a_check_costs_what_it_projects() -> None:
         LayerSample(layer=1, tokens=n, rows=r, projected=p, seconds=r + 0.1 * p)
         for n, r, p in ((1000, 100, 1000), (1000, 100, 0), (500, 400, 500), (500, 250, 0), (2000, 100, 100))
     ]
-    values = profile.as_dict() | {"blend": [*profile.as_dict()["blend"][:2], *(sample_dict(sample) for sample in samples)]}
-    layers = RecomputeEstimator(Profile.from_dict(values), Schedule(0.0)).layer_s(0.5, 1000, 0)
+    measured = dataclasses.replace(profile, blend=(*profile.blend[:2], *samples))
+    layers = RecomputeEstimator(measured, Schedule(0.0)).layer_s(0.5, 1000, 0)
     assert layers == pytest.approx([1000, 600, 500, 500, 1 + 0.1 * 500], rel=1e-3)
-
-
-def sample_dict(sample: LayerSample) -> dict[str, float]:
-    return {name: getattr(sample, name) for name in ("layer", "tokens", "rows", "projected", "seconds")}
 
 
 @pytest.mark.parametrize(

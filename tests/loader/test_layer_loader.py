@@ -16,8 +16,7 @@ from cacheblend.base.errors import DamagedEntryError
 from cacheblend.base.memory import Bytes
 from cacheblend.blend import FusionConfig, FusionResult, Fusor, IncompatibleKVError, Prompt, Segment
 from cacheblend.loader import LayerLoader, LoaderConfig
-from cacheblend.loader.layer_loader import THREADS
-from cacheblend.loader.staging import LayerBuffer
+from cacheblend.loader.layer_loader import THREADS, LayerBuffer
 from cacheblend.store import ChunkKey, ChunkKV, KVHandle, KVStore, Placement, StoreConfig
 
 

@@ -12,7 +12,7 @@ from profiles import linear_profile
 from cacheblend.base.errors import ConfigError, ProfileError
 from cacheblend.blend import Fusor
 from cacheblend.loader import LoaderConfig, describe_device, load_profile, measure_profile, read_profile, write_profile
-from cacheblend.loader.profile import profile_name
+from cacheblend.loader.profile import profile_path
 
 
 def test_a_measured_profile(fusor: Fusor, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_found_by_model_and_device(tmp_path: Path) -> None:
 def test_in_another_profiles_place(tmp_path: Path) -> None:
     """A file that was copied from another machine is refused by what it says it was measured on."""
     written = write_profile(tmp_path, linear_profile(device="GPU A"))
-    written.rename(tmp_path / profile_name("model", "GPU B"))
+    written.rename(profile_path(tmp_path, model="model", device="GPU B"))
     with pytest.raises(ProfileError, match="another device: 'GPU A', and this is 'GPU B'"):
         read_profile(tmp_path, model="model", device="GPU B")
 

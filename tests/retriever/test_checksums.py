@@ -10,7 +10,7 @@ from fakes import FakeEmbedder, tiny_tokenizer
 
 from cacheblend.base.errors import DamagedDocumentError, RetrieverError, StoreFullError
 from cacheblend.retriever import Retriever, RetrieverConfig
-from cacheblend.retriever.index_folder import IndexedDocuments
+from cacheblend.retriever.index import IndexedDocuments
 
 DOCUMENTS = [
     {"id": "cats", "title": "Cats", "text": "A cat sleeps on the warm roof. " * 3},

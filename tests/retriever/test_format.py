@@ -11,7 +11,7 @@ from fakes import FakeEmbedder, tiny_tokenizer
 
 from cacheblend.base.errors import RetrieverError
 from cacheblend.retriever import Retriever, RetrieverConfig
-from cacheblend.retriever.index_folder import IndexedDocuments
+from cacheblend.retriever.index import IndexedDocuments
 
 DOCUMENT = {"id": "1", "text": "some words"}
 REFUSED = r"catalogue\.sqlite has format 3, this version of cacheblend reads 2; use the version that made it, or another dir"

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cacheblend.retriever import Document, Retriever, RetrieverConfig, Splitter
 from cacheblend.retriever.document import ChunkPlace, chunk_places, found_texts, places_of
-from cacheblend.retriever.index_folder import IndexedDocuments
+from cacheblend.retriever.index import IndexedDocuments
 
 PAGES = "Every request goes to the desk and is answered there within some days. " * 4
 GUIDE = f"# Guide\n\nOf the house.\n\n## Travel abroad\n\n{PAGES}\n\n{PAGES}\n\n## Kitchen\n\n{PAGES}\n\n{PAGES}\n"

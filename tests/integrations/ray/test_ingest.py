@@ -22,11 +22,11 @@ from engines import CHUNK_TOKENS, make_model
 from fakes import FakeEmbedder
 
 from cacheblend.base.errors import CacheBlendError, ConfigError, InputError
-from cacheblend.base.progress import Progress
+from cacheblend.base.threads import Progress
 from cacheblend.integrations.ray import RayConfig, ingest
 from cacheblend.integrations.ray.ingest import ingest_on_ray
 from cacheblend.retriever import RetrieverConfig
-from cacheblend.retriever.index_folder import IndexedDocuments
+from cacheblend.retriever.index import IndexedDocuments
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.document_sources import DocumentStream, SourceReport
 from cacheblend.store import KVStore, StoreConfig

@@ -17,7 +17,7 @@ from fakes import FakeEmbedder
 from remote_servers import needs
 
 from cacheblend.base.errors import ConfigError, InputError, MissingExtraError, RemoteError
-from cacheblend.base.progress import Progress
+from cacheblend.base.threads import Progress
 from cacheblend.cli.main import app
 from cacheblend.integrations.ray import RayConfig
 from cacheblend.integrations.ray.tasks import ReadBatch, in_groups, list_files, read_batches, share

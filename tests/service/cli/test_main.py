@@ -17,7 +17,7 @@ from typer.main import get_command
 from cacheblend.base.options import GONE_OPTIONS, options_of
 from cacheblend.cli.main import COMMANDS, LazyCommand, app, main
 from cacheblend.retriever.catalog import Catalog
-from cacheblend.retriever.index_folder import INDEX_FILE
+from cacheblend.retriever.index import INDEX_FILE
 from cacheblend.service import EngineConfig
 from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.serving.scheduler import ServingConfig

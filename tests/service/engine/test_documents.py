@@ -15,7 +15,7 @@ from cacheblend.base.errors import ConfigError, DocumentChangedError, InputError
 from cacheblend.base.sqlite import Database
 from cacheblend.retriever import Retriever
 from cacheblend.retriever.catalog import Catalog as IndexCatalog
-from cacheblend.retriever.index_folder import IndexedDocuments
+from cacheblend.retriever.index import IndexedDocuments
 from cacheblend.service import Engine
 from cacheblend.service.engine.documents import Documents
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig

@@ -6,7 +6,7 @@ import pytest
 from engines import CHUNK_TOKENS, DOCUMENTS, POSITIONS, QUESTION, TOP_K, OpenEngine, head_of, key_of
 
 from cacheblend.base.errors import ConfigError, InputError, PromptTooLongError, StoreFullError
-from cacheblend.base.progress import Progress
+from cacheblend.base.threads import Progress
 from cacheblend.retriever import Document
 from cacheblend.service import Engine
 from cacheblend.store import ChunkKV

@@ -20,7 +20,7 @@ from fakes import FakeEmbedder
 from prompts import assert_same_kv
 
 from cacheblend.base.errors import InputError
-from cacheblend.base.progress import Progress
+from cacheblend.base.threads import Progress
 from cacheblend.blend import precompute
 from cacheblend.blend.decoder import Decoder
 from cacheblend.cli.terminal import IngestProgress

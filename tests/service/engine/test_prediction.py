@@ -14,7 +14,7 @@ from profiles import linear_profile
 from cacheblend.blend import DEFAULT_SELECTOR, FusionConfig
 from cacheblend.blend.models import KNOWN_MODELS
 from cacheblend.loader import Calibration, Measures, Thresholds, describe_device, write_calibration
-from cacheblend.loader.calibration import prefix_digest
+from cacheblend.loader.profile import prefix_digest
 from cacheblend.service import EngineConfig
 from cacheblend.service.engine.profiles import KNOWN_LOSSES, RATIOS, LossPoint, find_loss
 

@@ -20,7 +20,7 @@ from cacheblend.loader import (
     write_calibration,
     write_profile,
 )
-from cacheblend.loader.calibration import prefix_digest
+from cacheblend.loader.profile import prefix_digest
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.prompt import PromptRenderer
 

@@ -19,7 +19,7 @@ from engines import DOCUMENTS, OpenEngine
 from waiting import wait_until
 
 from cacheblend.base.errors import MissingExtraError
-from cacheblend.base.progress import Check
+from cacheblend.base.threads import Check
 from cacheblend.service.http import documents, guard
 from cacheblend.service.http.server import Server
 

@@ -13,8 +13,7 @@ import pytest
 from waiting import wait_until
 
 from cacheblend.base.errors import ClientGoneError, DeadlineError, QueueFullError, ShuttingDownError
-from cacheblend.base.progress import Check
-from cacheblend.base.threads import LOW_PRIORITY_NICENESS
+from cacheblend.base.threads import LOW_PRIORITY_NICENESS, Check
 from cacheblend.service.serving.calls import Call, CallPool
 
 NAME = "tests' calls"
