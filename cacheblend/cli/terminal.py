@@ -146,7 +146,7 @@ def shown_stages() -> Iterator[None]:
 
 
 @contextmanager
-def progress_bars() -> Iterator[progress.Note]:
+def progress_bars() -> Iterator[threads.Note]:
     """A bar a stage on stderr, where that is a terminal and `--quiet` was not given."""
     columns = (*Progress.get_default_columns(), MofNCompleteColumn())
     with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as bars:
