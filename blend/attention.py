@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .compiled_file import check_error, function, has_feature, load_or_warn
+from .compiled_file import function, has_feature, load_or_warn
 from .interfaces import CosSin
 
 # Rows of a block: each row pays for the keys up to the block's last row, so scattered rows stand in small blocks and neighbours
@@ -124,12 +124,9 @@ class Rows:
                 yield from stretch._part(first, len(stretch)).split(size)
 
     def masked_blocks(self, groups: int | None, window: int | None, dtype: torch.dtype) -> Iterable[Block]:
-        """`blocks` with their masks, cached for the next layer if they are smaller than `MAX_CACHED_MASK_BYTES`.
+        """`blocks` with their masks of the scores' dtype, cached for the next layer up to `MAX_CACHED_MASK_BYTES`.
 
-        Args:
-            groups: G of masks over all keys, the form that PyTorch's kernel needs; None for masks of the hidden keys only.
-            window: as in `attend`.
-            dtype: of the scores.
+        `groups` is G of masks over all keys, the form that PyTorch's kernel needs; None for masks of the hidden keys only.
         """
         if len(self) * (groups or 1) * (int(self.positions_S[-1]) + 1) * dtype.itemsize > MAX_CACHED_MASK_BYTES:
             return self._mask_blocks(groups, window, dtype)
@@ -185,7 +182,6 @@ def attend(
         scaling: factor on the scores.
         window: a row sees itself and the `window - 1` positions before it; None for all.
         softcap: scores become softcap * tanh(scores / softcap); None for none.
-
     """
     windowed = window is not None and int(rows.positions_S[-1]) >= window
     if rows.is_contiguous and rows.first * SKIPPED_PART <= len(rows) and not windowed and softcap is None:
@@ -221,8 +217,7 @@ def attend(
 def _mask(block: Rows, groups: int, start: int, stop: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
     """`Block.bias_BGT` of the keys from `start` to `stop`.
 
-    Only keys past the block's first position, or before the last position's window, can be hidden from a row. Other keys are
-    not compared.
+    Keys up to the block's first position, and within the last position's window, are seen by all rows and not compared.
     """
     first, last = int(block.positions_S[0]), int(block.positions_S[-1])
     rows_B11 = block.on_device_S[:, None, None]
@@ -263,14 +258,7 @@ class HeadRows(ctypes.Structure):
 
 
 class RowKernel:
-    """The compiled `row_attention.c`.
-
-    Args:
-        library: the compiled file, for one head size and dtype.
-
-    Raises:
-        OSError: the system does not let this process use AMX.
-    """
+    """The compiled `row_attention.c`, for one head size and dtype; an OSError if the process may not use AMX."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         if library.prepare() != 0:
@@ -290,17 +278,9 @@ class RowKernel:
         softcap: float | None,
         weights_QN: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention output (1, S, Q, D), as the function `attend` returns it.
+        """Attention output (1, S, Q, D); the arguments are those of the function `attend`, the rows a sorted LongTensor.
 
-        Args:
-            q_1QSD: rotated queries of the rows.
-            k_1HND: rotated keys.
-            v_1HND: values.
-            positions_S: the rows' positions, a sorted LongTensor.
-            scaling: factor on the scores.
-            window: positions that a row sees, itself included; None for all.
-            softcap: bound of the scores; None for none.
-            weights_QN: float32 output for the last row's weights over the keys that it sees; None to skip it.
+        `weights_QN` is a float32 output for the last row's weights over the keys that it sees; None to skip it.
         """
         _, heads, rows, size = q_1QSD.shape
         operands = [x if x.stride(-1) == 1 else x.contiguous() for x in (q_1QSD, k_1HND, v_1HND)]
@@ -328,13 +308,10 @@ class RowKernel:
     def rotate(
         self, k_1HTD: torch.Tensor, cos_1TX: torch.Tensor, sin_1TX: torch.Tensor, *, rounds_products: bool = False
     ) -> None:
-        """Rotate keys in place: the two halves of their first X numbers against each other.
+        """Rotate keys in place, which may be a slice of a layer's: the two halves of their first X numbers against each other.
 
-        Args:
-            k_1HTD: keys; they may be a slice of a layer's keys.
-            cos_1TX: cosines of each position; the second half of the X numbers repeats the first.
-            sin_1TX: sines of each position, in that layout.
-            rounds_products: whether both products are rounded before they are added; else the second is added unrounded.
+        The second half of cosines and sines repeats the first. With `rounds_products` both products are rounded before they are
+        added; else the second is added unrounded.
         """
         _, heads, rows, _ = k_1HTD.shape
         cos_1TX, sin_1TX = cos_1TX.contiguous(), sin_1TX.contiguous()
@@ -355,10 +332,7 @@ class RowKernel:
     def rotation_of(self, rotate: Rotate, cos_sin: CosSin, k_1HND: torch.Tensor) -> Turn | None:
         """The compiled in-place rotation that equals a model's rotation bit for bit; None if neither variant does.
 
-        Args:
-            rotate: the model's rotation, which returns new keys.
-            cos_sin: cosines and sines of the positions at which the two are compared.
-            k_1HND: a layer's keys; only shape and dtype are read.
+        They are compared at the positions of `cos_sin`, on random keys of the shape and dtype of a layer's `k_1HND`.
         """
         _, heads, _, size = k_1HND.shape
         if cos_sin[0].dtype != k_1HND.dtype or cos_sin[0].shape[-1] > size:
@@ -392,12 +366,9 @@ def _load(dtype: torch.dtype, head_size: int) -> RowKernel | None:
     has_amx = is_half and has_feature(FEATURES[0])
     shape = [f"-DHEAD_SIZE={head_size}", *(["-DBFLOAT16"] if is_half else []), *(["-DAMX"] if has_amx else [])]
 
-    def make(library: ctypes.CDLL) -> RowKernel:
-        kernel = RowKernel(library)
-        check_error(_error_of(kernel, dtype, head_size), 1e-2 if is_half else 1e-5)  # outputs are about 1
-        return kernel
-
-    return load_or_warn(SOURCE, shape, make, "rows attend by PyTorch's slower products")
+    error_of = functools.partial(_error_of, dtype=dtype, head_size=head_size)
+    allowed = 1e-2 if is_half else 1e-5  # outputs are about 1
+    return load_or_warn(SOURCE, shape, RowKernel, "rows attend by PyTorch's slower products", error_of, allowed)
 
 
 def _error_of(kernel: RowKernel, dtype: torch.dtype, head_size: int) -> float:

@@ -45,7 +45,14 @@ def has_feature(flag: str) -> bool:
     return any(flag in line.partition(":")[2].split() for line in _features())
 
 
-def load_or_warn(source: Path, defines: Sequence[str], make: Callable[[ctypes.CDLL], _Kernel], instead: str) -> _Kernel | None:
+def load_or_warn(
+    source: Path,
+    defines: Sequence[str],
+    make: Callable[[ctypes.CDLL], _Kernel],
+    instead: str,
+    error_of: Callable[[_Kernel], float] = lambda _: 0.0,
+    allowed: float = 0.0,
+) -> _Kernel | None:
     """The kernel of a C file; None if it cannot be compiled or loaded, with a warning unless there is no compiler.
 
     Args:
@@ -53,21 +60,20 @@ def load_or_warn(source: Path, defines: Sequence[str], make: Callable[[ctypes.CD
         defines: macros, as compiler flags.
         make: the kernel of the compiled file; an OSError says that it cannot run here.
         instead: the consequence of going without it, for the warning.
+        error_of: the largest error of its outputs in a small case.
+        allowed: a kernel with a larger error is not used.
     """
     compiler = find_compiler()
     if compiler is None:
         return None
     try:
-        return make(load_compiled(compiler, source, defines))
+        kernel = make(load_compiled(compiler, source, defines))
+        if not (off := error_of(kernel)) <= allowed:  # NaN is refused too
+            raise OSError(f"as it was compiled it is off by {off:.2g}")
+        return kernel
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("%s is not used, %s: %s", source.name, instead, error)
         return None
-
-
-def check_error(off: float, allowed: float) -> None:
-    """Refuse a kernel whose outputs differ by more than allowed; raises OSError."""
-    if not off <= allowed:  # NaN is refused too
-        raise OSError(f"as it was compiled it is off by {off:.2g}")
 
 
 def function(library: ctypes.CDLL, name: str, arguments: str, *, fails: bool = False) -> Any:
@@ -160,13 +166,10 @@ def _depends_on(compiler: Path, source: Path, defines: Sequence[str]) -> str:
     """A digest of source, compiler, flags and processor."""
     program = compiler.resolve()
     status = program.stat()  # another version has another size or time
-    known = [str(program), str(status.st_size), str(status.st_mtime_ns), *FLAGS, *defines, platform.machine(), _processor()]
+    # On a system that does not list its processor's features, the machine's name.
+    processor = "\n".join(sorted(_features())) or f"{platform.processor()} of {platform.node()}"
+    known = [str(program), str(status.st_size), str(status.st_mtime_ns), *FLAGS, *defines, platform.machine(), processor]
     return _digest("\0".join(known).encode() + b"\0" + source.read_bytes())
-
-
-def _processor() -> str:
-    """Features of the processor; on a system that does not list them, the machine's name."""
-    return "\n".join(sorted(_features())) or f"{platform.processor()} of {platform.node()}"
 
 
 def _features() -> set[str]:

@@ -48,11 +48,7 @@ def _with_children(module: Any, twin_of: Callable[[nn.Module], nn.Module]) -> An
 
 
 class PackedLinear(nn.Module):
-    """One linear layer.
-
-    Args:
-        plain: the layer; its parameters are shared.
-    """
+    """One linear layer; its parameters are shared."""
 
     def __init__(self, plain: nn.Linear) -> None:
         super().__init__()
@@ -64,11 +60,7 @@ class PackedLinear(nn.Module):
 
 
 class _Product:
-    """Outputs of several layers over one input, computed when the first of them is called.
-
-    Args:
-        layers: in the order of their calls.
-    """
+    """Outputs of several layers over one input, computed when the first of them is called; in the order of their calls."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self._layers = layers
@@ -94,13 +86,7 @@ class _Product:
 
 
 class SharingLinear(nn.Module):
-    """One of several layers over one input that share a product.
-
-    Args:
-        plain: the layer.
-        product: the shared product.
-        index: the layer's index in the product.
-    """
+    """One of several layers over one input that share a product; `index` is its place there."""
 
     def __init__(self, plain: nn.Linear, product: _Product, index: int) -> None:
         super().__init__()
@@ -178,13 +164,7 @@ def _product(inputs_SI: torch.Tensor, weight: torch.Tensor, bias_O: torch.Tensor
 
 
 class FusedNorm(nn.Module):
-    """One RMS norm.
-
-    Args:
-        plain: the model's own module.
-        call: the compiled function.
-        one_added: whether it scales by 1 + weight.
-    """
+    """One RMS norm by the compiled function `call`; with `one_added` it scales by 1 + weight."""
 
     def __init__(self, plain: Any, call: Any, *, one_added: bool) -> None:
         super().__init__()
@@ -215,9 +195,7 @@ class FusedNorm(nn.Module):
 def with_fused_norms(module: Any, *, residuals: bool = False) -> Any:
     """A shallow copy of a module tree with its RMS norms fused where possible; a tree without norms is returned itself.
 
-    Args:
-        module: the tree.
-        residuals: whether its norms accept a residual, as vLLM's do.
+    With `residuals` its norms accept a residual, as vLLM's do.
     """
 
     def twin_of(child: nn.Module) -> Any:

@@ -81,7 +81,6 @@ class Decoder:
 
     Args:
         model: the Hugging Face model; its parameters are shared, its config and modules are not touched.
-
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -52,7 +52,6 @@ def check_model(model: PreTrainedModel, *, allow_unverified: bool) -> None:
     Raises:
         UnsupportedModelError: the family is not verified (unless allowed), the rope changes with the prompt's length, or layers
             hold another state than keys and values or attend to the future.
-
     """
     config: Any = model.config.get_text_config(decoder=True)
     family = str(config.model_type)

@@ -39,13 +39,7 @@ class Fusion:
     the last layer the rows' K and V are projected, and only the prompt's last position goes through attention and MLP: no one
     reads the others' output.
 
-    Args:
-        runner: the model.
-        prompt: the segments laid end to end, checked.
-        selector: picks the tokens that are recomputed.
-        source: brings the stored KV.
-        sink: receives the finished layers; None for the cache of the result.
-
+    Without a `sink` the finished layers go to the cache of the result.
     """
 
     def __init__(
@@ -66,23 +60,19 @@ class Fusion:
 
         positions = torch.arange(prompt.exact_tokens, len(prompt))
         token_ids_N = upload(torch.tensor(prompt.token_ids), runner.geometry.device)
-        everywhere_N = torch.arange(len(prompt), device=runner.geometry.device)
-        rotary = runner.rotary(everywhere_N, runner.embed(token_ids_N[:1]))
+        rotary = runner.rotary(torch.arange(len(prompt), device=runner.geometry.device), runner.embed(token_ids_N[:1]))
         questions: list[LayerReport] = []
-        has_choice = prompt.reusable_tokens > 0 and runner.geometry.layers > 1  # of one layer the stored KV is exact
-        if has_choice and getattr(self._selector, "reads_attention", False):
-            # 1. The question's rows run over the stored KV; what they attend to decides which tokens layer 0 keeps.
+        asks = prompt.reusable_tokens > 0 and runner.geometry.layers > 1 and getattr(self._selector, "reads_attention", False)
+        if asks:  # 1. The question's rows run over the stored KV, and score the tokens.
             self._source.start(prompt, runner.geometry, reuse_layer_0=True)
             yield from self._ask(token_ids_N, rotary, questions)
-            keep_S = self._choose(0, positions, _no_deviation_at_layer_0)
-        else:
-            # 1. Without a question to ask, the selector chooses at layer 0; by KV deviation it keeps all tokens there.
-            keep_S = self._choose(0, positions, _no_deviation_at_layer_0)
-            self._source.start(prompt, runner.geometry, reuse_layer_0=not bool(keep_S.all()))
+        keep_S = self._choose(0, positions, _no_deviation_at_layer_0)
+        reads_layer_0 = asks or not bool(keep_S.all())  # a selector by KV deviation keeps all tokens there
+        if not asks:
+            self._source.start(prompt, runner.geometry, reuse_layer_0=reads_layer_0)
         # 2. The chosen tokens run through every layer.
         self._rows = Rows.of(positions[keep_S], runner.geometry.device)
         self._hidden_1SM = runner.embed(token_ids_N[self._rows.on_device_S])
-        reads_layer_0 = bool(questions) or not bool(keep_S.all())
         for layer in range(runner.geometry.layers):
             # 3. The layer's stored KV: read by the question already, or waited for, its keys rotated to their positions.
             is_read = layer in self._read
@@ -107,34 +97,25 @@ class Fusion:
             reports.append(LayerReport(layer, len(self._rows), wait_s, time.perf_counter() - arrived))
             yield reports[-1]
 
-        walked = tuple(recomputed), tuple(projected)
-        return self._result(cache, walked, tuple(reports), tuple(questions))
-
-    def _result(
-        self,
-        cache: CacheSink,
-        walked: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]],
-        reports: tuple[LayerReport, ...],
-        questions: tuple[LayerReport, ...],
-    ) -> FusionResult:
-        """The blended prompt; `walked` are the positions that each layer recomputed, and those whose K and V are fresh."""
-        prompt, (recomputed, projected) = self._prompt, walked
-        deviation_N = torch.zeros(len(prompt))
-        if self._deviation is not None:  # not before: the host would wait for the layer
-            deviation_N[self._deviation[0]] = self._deviation[1].cpu()
         return FusionResult(
-            self._runner.logits(self._hidden_1SM) if self._sink is None else torch.empty(0),
+            runner.logits(self._hidden_1SM) if self._sink is None else torch.empty(0),
             cache.cache,
             prompt.token_ids,
-            recomputed,
-            projected,
-            deviation_N,
+            tuple(recomputed),
+            tuple(projected),
+            self._deviation_N(),
             prompt.reusable_tokens,
             prompt.exact_tokens,
-            reports,
+            tuple(reports),
             cache.memory,
-            questions,
+            tuple(questions),
         )
+
+    def _deviation_N(self) -> torch.Tensor:
+        deviation_N = torch.zeros(len(self._prompt))
+        if self._deviation is not None:  # not before the end: the host would wait for the layer
+            deviation_N[self._deviation[0]] = self._deviation[1].cpu()
+        return deviation_N
 
     def _arrival(self, layer: int) -> tuple[LayerKV, float]:
         """Wait for a layer's stored KV; returns it, and the seconds waited."""

@@ -47,7 +47,6 @@ class Fusor:
 
     Raises:
         UnsupportedModelError: the model's architecture cannot be blended; the message says what is missing.
-
     """
 
     def __init__(
@@ -64,10 +63,7 @@ class Fusor:
     def from_runner(cls, runner: ModelRunner, fingerprint: str) -> Fusor:
         """Blend over an engine's own model: `precompute`, `fuse` and `fuse_steps` run; prefill and generation are the engine's.
 
-        Args:
-            runner: the model, taken apart.
-            fingerprint: names the model in the store's keys. Engines with equal weights and dtype may share it, and entries.
-
+        Engines with equal weights and dtype may share the fingerprint, and so the store's entries.
         """
         fusor = cls.__new__(cls)
         fusor._over(runner, fingerprint, None, None)
@@ -111,17 +107,11 @@ class Fusor:
     ) -> Fusor:
         """Load a model from a directory, a GGUF file or the hub, or a known one by its name.
 
-        Args:
-            path_or_hub_id: see `locate_model`.
-            device: where it shall run.
-            dtype: what it shall compute in; for "auto" see `choose_dtype`.
-            allow_unverified: see the class.
-            kwargs: quantisation, attention and the like, for transformers.
+        See `locate_model` for the name, and `choose_dtype` for "auto"; `kwargs` (quantisation, attention) are for transformers.
 
         Raises:
             InputError: no model there, or a GGUF file that cannot be used.
             UnsupportedModelError: see the class.
-
         """
         model, fingerprint = load_model(path_or_hub_id, device, dtype, **kwargs)
         return cls(model, load_tokenizer(path_or_hub_id, **kwargs), fingerprint=fingerprint, allow_unverified=allow_unverified)
@@ -134,7 +124,6 @@ class Fusor:
         Raises:
             InputError: no tokens.
             PromptTooLongError: prefix and chunk are longer than the model's positions.
-
         """
         (kv,) = self.precompute_document([token_ids], prefix_ids)
         return kv
@@ -153,7 +142,6 @@ class Fusor:
             prefix_ids: see `precompute`.
             which: indexes of the chunks to compute; None for all.
             context: text between the prefix and each chunk; none by default.
-
         """
         wanted = range(len(chunks)) if which is None else which
         return map(_apart, self.precompute_documents([(chunks, wanted)], prefix_ids, context))
@@ -178,7 +166,6 @@ class Fusor:
         Returns:
             The chunks' KV, document by document, in ascending order of index. Its tensors are views of the pass's, and each
             holds all of them in memory: to be stored, not collected.
-
         """
         prefix = tuple(prefix_ids)
         stands_after = (*prefix, *context.filler_ids)
@@ -217,7 +204,6 @@ class Fusor:
         Raises:
             InputError: an empty or ill-formed prompt, or one beyond the model's positions (`PromptTooLongError`).
             IncompatibleKVError: KV of another model, prefix, dtype or text.
-
         """
         return self.fuse_steps(segments, config, source).run()
 
@@ -260,7 +246,6 @@ class Fusor:
 
         Raises:
             InputError: no tokens, or more than the model has positions (`PromptTooLongError`).
-
         """
         token_ids = [int(token) for token in token_ids]
         if not token_ids:

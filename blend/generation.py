@@ -28,7 +28,7 @@ from cacheblend.store import LayerPair
 
 from . import interfaces
 from .attention import HeadRows
-from .compiled_file import check_error, function, load_or_warn
+from .compiled_file import function, load_or_warn
 from .prompt import FusionResult
 
 if TYPE_CHECKING:
@@ -41,13 +41,9 @@ MAX_VECTORS = 256  # of 16 numbers each, for a KV head's queries: more do not fi
 
 
 class SequenceLayerKV:
-    """One layer of a sequence's KV.
+    """One layer of a sequence's KV, which sees the last `window` positions, or all if that is None.
 
-    Args:
-        k_HKD: keys.
-        v_HKD: values.
-        window: number of last positions that the layer sees; None for all.
-        memory_21HCD: buffer that begins with these keys and values and has free room after them; None to copy them.
+    `memory_21HCD` is a buffer that begins with these keys and values and has free room after them; None to copy them.
     """
 
     def __init__(
@@ -100,11 +96,7 @@ class SequenceLayerKV:
 class SequenceKV:
     """One sequence's KV, with room to grow: in the prompt's buffers, or in a copy if another sequence uses that room.
 
-    The prompt's cache is not changed.
-
-    Args:
-        fused: the blended prompt.
-        windows: number of last positions that each layer sees; None for all.
+    The prompt's cache is not changed. `windows` are those of `ModelRunner`.
     """
 
     def __init__(self, fused: FusionResult, windows: Sequence[int | None]) -> None:
@@ -120,12 +112,7 @@ class SequenceKV:
 
 
 class DecodePass:
-    """One layer's pass over the last token of every sequence; the counterpart of a prompt's `RowsPass`.
-
-    Args:
-        layers: the layer's KV of every sequence.
-        kernel: compiled attention for all sequences in one call; None for PyTorch's attention.
-    """
+    """One layer's pass over the last token of every sequence; without a kernel by PyTorch's attention."""
 
     def __init__(self, layers: Sequence[SequenceLayerKV], kernel: DecodeKernel | None = None) -> None:
         self._layers, self._kernel = layers, kernel
@@ -162,11 +149,7 @@ def _attend_one(
 
 
 class DecodeKernel:
-    """The compiled `decode_attention.c`.
-
-    Args:
-        library: the compiled file, for one number of query heads to a KV head, head size and dtype.
-    """
+    """The compiled `decode_attention.c`, for one number of query heads to a KV head, head size and dtype."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._call = function(library, "decode_attention", "ppppiiffip", fails=True)
@@ -216,12 +199,9 @@ def decode_kernel(geometry: interfaces.KVGeometry, query_heads: int) -> DecodeKe
 def _load(groups: int, head_size: int, dtype: torch.dtype) -> DecodeKernel | None:
     shape = [f"-DGROUPS={groups}", f"-DHEAD_SIZE={head_size}", *(["-DBFLOAT16"] if dtype == torch.bfloat16 else [])]
 
-    def make(library: ctypes.CDLL) -> DecodeKernel:
-        kernel = DecodeKernel(library)
-        check_error(_error_of(kernel, groups, head_size, dtype), 1e-5 if dtype == torch.float32 else 2e-2)
-        return kernel
-
-    return load_or_warn(SOURCE, shape, make, "PyTorch's slower attention decodes")
+    error_of = functools.partial(_error_of, groups=groups, head_size=head_size, dtype=dtype)
+    allowed = 1e-5 if dtype == torch.float32 else 2e-2
+    return load_or_warn(SOURCE, shape, DecodeKernel, "PyTorch's slower attention decodes", error_of, allowed)
 
 
 def _error_of(kernel: DecodeKernel, groups: int, head_size: int, dtype: torch.dtype) -> float:
@@ -244,7 +224,7 @@ class NextToken:
     """Draws a sequence's tokens with the model's own generation config: its processors, sampling and stopping.
 
     Args:
-        model: the model that computed the logits.
+        model: the model.
         prompt_ids: the prompt's token ids; some processors (repetition penalty) read them.
         max_new_tokens: maximum number of tokens.
         seed: seed of the sampling; None draws one.

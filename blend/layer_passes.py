@@ -177,12 +177,9 @@ def question_rows(prompt: Prompt) -> torch.Tensor:
 
 
 class Question:
-    """The rows of the question's pass through all layers, and their attention masks, made once for each kind of layer.
+    """The rows from `question_rows`, and their attention masks, made once for each kind of layer.
 
-    Args:
-        rows: the positions from `question_rows`.
-        unread_N: boolean (N,), true where no KV is known yet: cache misses. The rows' own KV is known.
-        device: device of the keys.
+    `unread_N` is a boolean mask (N,) of the cache misses, whose KV is not known yet. The rows' own KV is known.
     """
 
     def __init__(self, rows: Rows, unread_N: torch.Tensor, device: torch.device) -> None:
@@ -195,12 +192,7 @@ class Question:
         self._blocks: dict[object, list[Block]] = {}
 
     def blocks(self, window: int | None, dtype: torch.dtype) -> list[Block]:
-        """The rows at the prompt's start, which see few keys, and the question's.
-
-        Args:
-            window: the layer's sliding window; None for none.
-            dtype: dtype of the scores.
-        """
+        """The rows at the prompt's start, which see few keys, and the question's; `dtype` is that of the scores."""
         kind = window, dtype
         if kind not in self._blocks:
             positions_S, among_S = self.rows.positions_S, self.among_readable_S.tolist()
@@ -217,12 +209,7 @@ class Question:
 
 
 class QuestionPass:
-    """The question's rows through one layer over stored KV.
-
-    Args:
-        layer_kv: the layer's KV, keys rotated; the question's own KV is put into it.
-        question: the rows and their masks.
-        window: the layer's sliding window; None for none.
+    """The question's rows through one layer over stored KV, keys rotated; the question's own KV is put into it.
 
     Attributes:
         attention_N: float32 (N,), the weights of the last row, in the mean over heads.

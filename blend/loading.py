@@ -33,12 +33,7 @@ def choose_dtype(checkpoint: torch.dtype | None, device: str | torch.device) -> 
     """The dtype that "auto" stands for: the checkpoint's own, if it has 16 bits and the device computes it fast, else float32.
 
     So a float32 checkpoint stays float32 everywhere, and one 16-bit dtype never becomes the other, which would lose precision
-    or range.
-
-    Args:
-        checkpoint: the dtype that its config names; None where it names none, which counts as float32.
-        device: where the model will run.
-
+    or range. A checkpoint whose config names no dtype (None) counts as float32.
     """
     if checkpoint not in FAST:
         return torch.float32
@@ -58,7 +53,6 @@ def locate_model(path_or_hub_id: str) -> str:
         InputError: a folder that holds no model, a GGUF file that cannot be used, a known model that was not fetched, or a slip
             in its name.
         UnsupportedModelError: a GGUF file of an architecture that cannot be blended.
-
     """
     name = str(path_or_hub_id)
     if is_gguf(name):
@@ -83,16 +77,11 @@ def load_model(
 ) -> tuple[PreTrainedModel, str]:
     """The causal LM in evaluation mode, and its fingerprint. Never runs code that comes with a model.
 
-    Args:
-        path_or_hub_id: see `locate_model`.
-        device: where it shall run.
-        dtype: what it shall compute in; for "auto" see `choose_dtype`.
-        kwargs: for transformers.
+    See `locate_model` for the name, and `choose_dtype` for "auto"; `kwargs` are for transformers.
 
     Raises:
         InputError: no such dtype, no model there, or its files cannot be read.
         UnsupportedModelError: transformers has no causal LM for it.
-
     """
     name = locate_model(path_or_hub_id)
     try:
@@ -133,7 +122,6 @@ def load_tokenizer(path_or_hub_id: str, **kwargs: Any) -> Any:
 
     Raises:
         InputError, UnsupportedModelError: see `locate_model`.
-
     """
     name = locate_model(path_or_hub_id)
     if Path(name).is_dir() and not has_tokenizer_files(Path(name)):

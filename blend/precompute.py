@@ -137,14 +137,8 @@ def run_pass(
 ) -> list[tuple[Reading, int, list[LayerPair]]]:
     """The KV of the wanted chunks, reading by reading, from one pass through the model; views of the pass's tensors.
 
-    Args:
-        runner: the model.
-        together: the readings of the pass.
-        prefix_ids: tokens that run before every reading.
-        shared: KV of a prefix before those tokens, computed once; None for no such prefix.
-
-    Returns:
-        The reading, the chunk's index in it, and its layers.
+    `prefix_ids` run before every reading, and after the prefix of `shared`. Returns the reading, the chunk's index in it, and
+    its layers.
     """
     order = sorted(range(len(together)), key=lambda index: len(together[index]))  # equal lengths side by side
     sequences = [[*prefix_ids, *together[index].token_ids] for index in order]

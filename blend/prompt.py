@@ -35,7 +35,6 @@ class Segment:
     Raises:
         InputError: `exact` without `kv`, or rotated keys that are not `exact`.
         IncompatibleKVError: the KV belongs to other tokens.
-
     """
 
     token_ids: Sequence[int]
@@ -76,7 +75,6 @@ class Prompt:
 
         Raises:
             InputError: there are no tokens, an exact segment follows another kind, or all segments are exact.
-
         """
         non_empty = tuple(segment for segment in segments if segment.token_ids)
         if not non_empty:
@@ -130,7 +128,6 @@ class Prompt:
 
         Raises:
             IncompatibleKVError: KV of another model, shape, dtype or prefix.
-
         """
         needed = geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.dtype
         prefixes: set[tuple[int, ...]] = set()
@@ -170,7 +167,6 @@ class LayerReport:
         recomputed: number of rows that went through attention and MLP.
         wait_s: seconds that the fusor waited for the layer's stored KV, or copied it from RAM.
         compute_s: seconds of computing, on the host's clock (a GPU may still compute).
-
     """
 
     layer: int
@@ -197,7 +193,6 @@ class FusionResult:
         memory: per layer the buffer of the keys and values in `cache`, (2, 1, H, C, D) with room after the prompt for one
             sequence to grow; None if `cache` has a copy; empty if there is no room.
         selection: a report for each layer of the selector's own pass, before `layers`; empty without such a pass.
-
     """
 
     logits: torch.Tensor

@@ -62,7 +62,6 @@ class FusionConfig:
 
     Raises:
         ConfigError: a value is outside its range, or the selector is unknown.
-
     """
 
     recompute_ratio: float | None = option(

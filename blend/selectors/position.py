@@ -32,7 +32,6 @@ class ExplicitPositions:
     Args:
         recomputed: absolute positions to recompute at each layer, as in `FusionResult.recomputed`; positions that are not
             reusable are ignored, since they run anyway.
-
     """
 
     def __init__(self, recomputed: Sequence[Sequence[int] | torch.Tensor]) -> None:

