@@ -1,7 +1,6 @@
 """The plan of a blend: which stored KV a prompt reuses, at which recompute ratio, or a full recompute.
 
-`plan_blend` is pure: what a look-up found goes in, the plan comes out. The engine's prefill and vLLM's worker follow it, and
-the engine predicts costs from the same counts.
+`plan_blend` is pure: what a look-up found goes in, the plan comes out. The engine's prefill and vLLM's worker follow it.
 """
 
 from __future__ import annotations
@@ -124,16 +123,6 @@ class BlendPolicy:
             return loading.ratio, loading.full_recompute, loading
         full = self.work is not None and self.work.is_short(self.quality_ratio, counts.reusable, counts.fresh, counts.exact)
         return self.quality_ratio, full, None
-
-    def share(self, ratio: float, counts: BlendCounts) -> float:
-        """Estimated work of a blend at a ratio over a full prefill's; 1 is full recompute."""
-        return 1.0 if ratio >= 1 or self.work is None else self.work.share(ratio, counts.reusable, counts.fresh, counts.exact)
-
-    def predict_s(self, ratio: float, counts: BlendCounts) -> float | None:
-        """Predicted seconds of a prefill at a ratio, loading included; None without a profile."""
-        if self.controller is None:
-            return None
-        return self.controller.predict_s(ratio, counts.reads, counts.reusable, counts.fresh, counts.exact)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -29,7 +29,7 @@ from .documents import Documents
 from .ingest import BATCH_DOCUMENTS, DocumentEncoder, IngestReport, ingest, ingest_stream
 from .prefill import Prefiller, PrefillSteps
 from .prefix_cache import PrefixCache
-from .profiles import Prediction, calibrated, find_calibration, find_controller, find_loss, predict_costs
+from .profiles import calibrated, find_calibration, find_controller
 from .prompt import PromptChunk, PromptRenderer, check_characters
 from .request import Answer, Done, Request, RequestOptions, namespace_of
 
@@ -65,9 +65,7 @@ class Engine:
         if tokenizer is None:
             raise InputError(f"the model at {config.model!r} has no tokenizer; save one beside it")
         self.prompts = PromptRenderer(tokenizer, config.instruction, max_positions=self.fusor.max_positions)
-        calibration = find_calibration(config, self.fusor, self.prompts.prefix)
-        self.config = config = calibrated(config, calibration)
-        self._loss = find_loss(config, calibration)
+        self.config = config = calibrated(config, find_calibration(config, self.fusor, self.prompts.prefix))
         self._encoder = encoder = ChunkEncoder.of(self.fusor, self.prompts.prefix, config)
         logger.info("opening the store %s", config.store_dir, extra={"stage": "opening the store"})
         with ExitStack() as opened:
@@ -103,26 +101,6 @@ class Engine:
     def controller(self) -> LoadingController | None:
         """Picks the ratio where a question does not; None, and so r*, until there is a profile of this model and device."""
         return self._prefiller.controller
-
-    def predict(self, num_chunks: int) -> Prediction:
-        """Cost and loss of each recompute ratio, for a prompt of so many stored chunks."""
-        self._check_open()
-        stats = self.store.stats()
-        prompt_tokens, costs = predict_costs(
-            self.config,
-            self.fusor,
-            self._prefiller.policy(None),
-            prefix_tokens=len(self.prompts.prefix),
-            chunks=num_chunks,
-            tier="ram" if 2 * stats.ram.bytes > stats.nvme.bytes else "nvme",
-        )
-        own = self.config.recompute_ratio
-        return Prediction(
-            recompute_ratio=self.config.loader.quality_ratio if own is None else own,
-            prompt_tokens=prompt_tokens,
-            costs=costs,
-            loss=self._loss,
-        )
 
     def ingest(self, documents: Iterable[Mapping[str, object]], progress: Progress | None = None) -> IngestReport:
         """Split, index and precompute documents; returns when their KV is durable. What is stored already is skipped.

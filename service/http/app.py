@@ -138,18 +138,16 @@ async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
 
 @router.get("/v1/store")
 async def store(request: Request) -> dict[str, Any]:
-    """The tenant's store, prefix blocks and waiting chunks, its answers' quality, the prediction by ratio, and examples."""
+    """The tenant's store, prefix blocks and waiting chunks, its answers' quality, and examples."""
     server: Server = request.app.state.server
 
     def read(engine: Engine) -> dict[str, Any]:
-        chunks = max(1, min(chat.DEFAULT_NUM_CHUNKS, engine.retriever.chunk_count))
         return {
             "object": "store",
             **engine.store.stats().as_dict(),
             "precomputes_waiting": engine.background.waiting,
             "prefix": engine.prefixes.stats(),
             "quality": server.scheduler.quality(request.state.tenant),
-            "prediction": engine.predict(chunks).as_dict(),
             "examples": read_examples(Path(engine.config.store_dir)),
         }
 

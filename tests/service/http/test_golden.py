@@ -114,7 +114,7 @@ def _body(response: httpx.Response) -> Any:
         events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
         return [event if event == "[DONE]" else _normal(json.loads(event)) for event in events]
     body = _normal(response.json())
-    if "prediction" in body:  # and the rest of the store: what the machine's speed and threads decide
+    if body.get("object") == "store":  # what the machine's speed and threads decide
         return {key: type(value).__name__ for key, value in body.items()}
     return body
 

@@ -45,9 +45,6 @@ def test_counters(client: httpx.Client, engine: Engine) -> None:
     assert after - before == 3
     assert "secret-salt" not in client.get("/metrics").text
     store = client.get("/v1/store").json()
-    prediction = store["prediction"]
-    assert (prediction["recompute_ratio"], prediction["loss"]) == (0.15, None)
-    assert prediction["costs"][-1] == {"ratio": 1.0, "work_share": 1.0, "prefill_s": None}
     assert store["nvme"]["entries"] == value('cacheblend_store_entries{tier="nvme"}') > 0
     assert client.get("/healthz").status_code == client.get("/readyz").status_code == 200
 
