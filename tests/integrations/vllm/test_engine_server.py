@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -27,21 +28,11 @@ def server(make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> I
     """The server's address."""
     folder, port = make_model("llama"), 18763
     store = tmp_path_factory.mktemp("store")
-    config = (
-        '{"kv_connector": "CacheBlendConnector", "kv_role": "kv_both", "kv_connector_extra_config": '
-        f'{{"store_dir": "{store}", "separator": "<!chunk!>", "context_filler": "none"}}}}'
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(folder),
-        "--served-model-name",
-        "tiny",
-    ]
-    command += ["--port", str(port), "--dtype", "float32", "--max-model-len", "448", "--block-size", str(BLOCK)]
-    command += ["--enforce-eager", "--kv-transfer-config", config]
+    extra = {"store_dir": str(store), "separator": "<!chunk!>", "context_filler": "none"}
+    config = {"kv_connector": "CacheBlendConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
+    command += f"--served-model-name tiny --dtype float32 --max-model-len 448 --block-size {BLOCK} --enforce-eager".split()
+    command += ["--kv-transfer-config", json.dumps(config)]
     environment = {**os.environ, "VLLM_PLUGINS": "cacheblend", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     log = Path(store) / "log"
     with log.open("wb") as output, subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process:
