@@ -174,14 +174,10 @@ def attend(
 ) -> torch.Tensor:
     """Attention output (1, S, Q, D) of the rows, in the queries' dtype.
 
-    Args:
-        q_1QSD: rotated queries of the rows.
-        k_1HND: rotated keys of the positions 0..N-1; those up to each row's position must be set.
-        v_1HND: their values.
-        rows: positions of the queries.
-        scaling: factor on the scores.
-        window: a row sees itself and the `window - 1` positions before it; None for all.
-        softcap: scores become softcap * tanh(scores / softcap); None for none.
+    Queries and keys are rotated. Keys and values of positions that no row sees may be anything.
+
+    Scores are multiplied by `scaling`, and with `softcap` become softcap * tanh(scores / softcap). A row sees itself and the
+    `window - 1` positions before it; None for all.
     """
     windowed = window is not None and int(rows.positions_S[-1]) >= window
     if rows.is_contiguous and rows.first * SKIPPED_PART <= len(rows) and not windowed and softcap is None:

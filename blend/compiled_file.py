@@ -79,11 +79,7 @@ def load_or_warn(
 def function(library: ctypes.CDLL, name: str, arguments: str, *, fails: bool = False) -> Any:
     """A function of a compiled file, which returns nothing, or if it can fail a number that is not 0 then.
 
-    Args:
-        library: the compiled file.
-        name: the function's name.
-        arguments: a letter for each argument's C type: p a pointer, l int64_t, i int, f float.
-        fails: whether it can fail.
+    `arguments` has a letter for each argument's C type: p a pointer, l int64_t, i int, f float.
     """
     call = getattr(library, name)
     call.restype, call.argtypes = ctypes.c_int if fails else None, [_KINDS[kind] for kind in arguments]
@@ -135,11 +131,7 @@ def _keep(made: Path, folder: Path, name: str) -> None:
 
 
 def _check_private(path: Path) -> None:
-    """Check that only this user and root may write to a file or exchange it.
-
-    Raises:
-        PermissionError: others may write to it or to a folder above it.
-    """
+    """Raise a PermissionError unless only this user and root may write to a file or exchange it."""
     for each in (path, *path.parents):
         status = each.stat()
         shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -77,11 +77,7 @@ class _GivenHidden(nn.Module):
 
 
 class Decoder:
-    """The `ModelRunner` over a Hugging Face causal LM of a supported architecture.
-
-    Args:
-        model: the Hugging Face model; its parameters are shared, its config and modules are not touched.
-    """
+    """The `ModelRunner` over a Hugging Face causal LM, whose parameters it shares; config and modules are not touched."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         _register_attention()

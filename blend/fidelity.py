@@ -23,13 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A blended prompt beside the same prompt prefilled in full.
-
-    Args:
-        agreement: see `equal_tokens_share`.
-        first_token_kl_nats: see the function.
-        relative_kv_error: see the function.
-    """
+    """A blended prompt beside full prefill; `agreement` is `equal_tokens_share`, the others are their functions."""
 
     agreement: float
     first_token_kl_nats: float

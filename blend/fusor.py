@@ -79,11 +79,7 @@ class Fusor:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The Hugging Face model.
-
-        Raises:
-            UnsupportedModelError: the fusor was made from another engine's runner.
-        """
+        """The Hugging Face model; an UnsupportedModelError if the fusor was made from another engine's runner."""
         if self._model is None:
             raise UnsupportedModelError("this fusor blends over another engine's model, which prefills and generates itself")
         return self._model
@@ -137,11 +133,7 @@ class Fusor:
     ) -> Iterator[ChunkKV]:
         """The KV of a document's chunks, each computed after the prefix and its context; raises as `precompute` does.
 
-        Args:
-            chunks: token ids of the document's chunks, in its order.
-            prefix_ids: see `precompute`.
-            which: indexes of the chunks to compute; None for all.
-            context: text between the prefix and each chunk; none by default.
+        `which` are indexes of the chunks to compute, None for all; `context` stands between the prefix and each chunk.
         """
         wanted = range(len(chunks)) if which is None else which
         return map(_apart, self.precompute_documents([(chunks, wanted)], prefix_ids, context))
@@ -225,11 +217,7 @@ class Fusor:
         return FusionSteps(Fusion(self.runner, prompt, selector, source or ResidentLayers(), sink).steps())
 
     def prefix_steps(self, token_ids: Sequence[int], device: torch.device | None = None) -> tuple[FusionSteps, PrefixRun]:
-        """Compute the KV of a prompt's first tokens, one layer a step.
-
-        Args:
-            token_ids: the first tokens.
-            device: where the KV is to lie; None for the model's.
+        """Compute the KV of a prompt's first tokens, one layer a step, on the model's device or another.
 
         Returns:
             The steps, and the KV for an exact segment, which is complete once the steps have ended.
@@ -266,7 +254,7 @@ class Fusor:
 
         Args:
             fused: a fused or prefilled prompt.
-            max_new_tokens: maximum number of tokens, at least 1.
+            max_new_tokens: at least 1.
             on_token: called with (token, cache) after each token's KV is appended (the last token's is not). It must not modify
                 the cache.
             kwargs: further arguments of `generate` for one sequence: `do_sample`, `temperature`, `streamer`, ...

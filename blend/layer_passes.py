@@ -123,11 +123,8 @@ class IsolatedPass:
     The layer runs with the identity rotation, so that keys arrive here unrotated whatever the family's projections are, and
     queries and keys are rotated just before the attention. x * 1 + rotate_half(x) * 0 is x, bit for bit.
 
-    Args:
-        rotate: rotates queries and keys to their positions.
-        attention: the attention function of the model's own implementation.
-        masks: the runs, and the attention mask of each.
-        prefix: the layer's keys and values of a shared prefix; None for no prefix.
+    `attention` is the function of the model's own implementation, `masks` are the runs with the attention mask of each, and
+    `prefix` is the layer's KV of a shared prefix.
     """
 
     k_1HND: torch.Tensor

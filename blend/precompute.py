@@ -87,12 +87,7 @@ def windows(tokens: Sequence[int], limit: int) -> Iterator[Window]:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Consecutive chunks of a document, of which some are to be computed.
-
-    Attributes:
-        chunks: token ids of each chunk, up to the last wanted one.
-        wanted: ascending indexes of the chunks to compute.
-    """
+    """Consecutive chunks of a document, up to the last wanted one, and the ascending indexes of those to compute."""
 
     chunks: Sequence[Sequence[int]]
     wanted: Sequence[int]

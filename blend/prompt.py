@@ -163,7 +163,6 @@ class LayerReport:
     """One finished layer of a fusion.
 
     Args:
-        layer: its index.
         recomputed: number of rows that went through attention and MLP.
         wait_s: seconds that the fusor waited for the layer's stored KV, or copied it from RAM.
         compute_s: seconds of computing, on the host's clock (a GPU may still compute).

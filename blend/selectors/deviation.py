@@ -13,9 +13,7 @@ from .selector import Schedule, SelectionStep
 class TopDeviation:
     """HKVD tokens: the candidates of largest KV deviation; the schedule sets their number (paper §4.3, figure 9).
 
-    Args:
-        ratio: share of the reusable tokens, in the mean over layers 1 and up. At 0 layer 0 recomputes nothing either.
-        schedule: number of tokens of each layer.
+    At ratio 0 layer 0 recomputes nothing either.
     """
 
     ratio: float

@@ -16,9 +16,6 @@ class QuestionAttention:
 
     Recomputing a token in a layer changes its KV in this layer and in later ones. So each layer scores tokens by its own
     attention and that of later layers.
-
-    Args:
-        ratio: share of the reusable tokens, in the mean over layers 1 and up.
     """
 
     schedule: ClassVar[Schedule] = Schedule(0.9, first_layer_multiple=1, uses_question_attention=True)

@@ -6,9 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prompts import chunk, draw_ids, largest_difference
+from prompts import BOS, chunk, draw_ids, largest_difference
 from tiny_models import tiny_model
-from transformers import DynamicCache
 
 from cacheblend.base.errors import IncompatibleKVError, InputError
 from cacheblend.blend import FusionConfig, Fusor, LayerKV, LayerSource, ResidentLayers, Segment
@@ -68,13 +67,9 @@ def test_a_kept_prefix_gives_full_prefill(name: str, loader: bool) -> None:
     assert fused.exact_tokens == 64
     assert [int(positions[0]) for positions in fused.recomputed] == [64] * 4
     assert float((fused.logits - reference.logits).abs().max()) <= 1e-4
-    assert seen_difference(fused.cache, reference.cache) <= 1e-4
+    assert fused.cache.get_seq_length() == reference.cache.get_seq_length()
+    assert largest_difference(fused.cache, reference.cache) <= 1e-4
     assert fusor.generate(fused, 10, do_sample=False) == fusor.generate(reference, 10, do_sample=False)
-
-
-def seen_difference(one: DynamicCache, other: DynamicCache) -> float:
-    assert one.get_seq_length() == other.get_seq_length()
-    return largest_difference(one, other)
 
 
 @given(kept=st.integers(16, 90), after=st.integers(1, 40), name=st.sampled_from(["gemma3", "mistral-window"]))
@@ -142,3 +137,17 @@ def test_misuse() -> None:
         wider = Fusor(tiny_model("qwen3"), fingerprint=fusor.fingerprint)
         with pytest.raises(IncompatibleKVError, match="heads, head size, dtype"):
             wider.fuse([exact, Segment([5])])
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "mixtral"])
+def test_a_prefix_computed_by_itself(name: str) -> None:
+    """A prefix computed a layer a step, and all other tokens recomputed, give full prefill's logits and cache."""
+    fusor = Fusor(tiny_model(name))
+    steps, run = fusor.prefix_steps([*BOS, *draw_ids(22, seed=0)])
+    assert [report.layer for report in steps] == list(range(fusor.runner.geometry.layers))
+    others = [chunk(fusor, 40, 2), chunk(fusor, 33, 3), Segment(draw_ids(7, seed=30))]
+    segments = [Segment(run.token_ids, run, exact=True), *others]
+    fused = fusor.fuse(segments, FusionConfig(recompute_ratio=1.0))
+    full = fusor.prefill([token for segment in segments for token in segment.token_ids])
+    assert float((fused.logits - full.logits).abs().max()) <= 1e-4
+    assert largest_difference(fused.cache, full.cache) <= 1e-4
