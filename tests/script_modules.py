@@ -1,4 +1,4 @@
-"""Scripts as modules: they stand in no package, so a test loads them from their files."""
+"""Scripts and examples as modules: they stand in no package, so a test loads them from their files."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from types import ModuleType
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
 
-def load_script(name: str) -> ModuleType:
+def load_script(name: str, folder: Path = SCRIPTS) -> ModuleType:
     """A script by its name without `.py`, as a module."""
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

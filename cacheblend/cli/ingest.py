@@ -21,8 +21,7 @@ from cacheblend.base.options import GIB
 from cacheblend.integrations.ray import RayConfig
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig, load_fusor, remember_settings
 from cacheblend.service.engine.document_sources import DocumentStream, SourceReport, StreamSize
-from cacheblend.service.engine.ingest import IngestReport
-from cacheblend.service.engine.vllm_upload import VllmConfig, upload_documents
+from cacheblend.service.engine.ingest import IngestReport, VllmConfig, upload_documents
 from cacheblend.service.engine.web_pages import WebFiles
 from cacheblend.store.codecs import CODECS, LayerShape
 

@@ -170,7 +170,7 @@ def list_documents(
     Example: cacheblend documents ls --store-dir ./store --json
     """
     with _open_documents(store_dir) as opened:
-        found, _ = opened.page() if parts else opened.files()
+        found, _ = opened.page(by_file=not parts)
     if as_json:
         terminal.print_json({"documents": [status.as_dict() for status in found]})
         return
@@ -239,7 +239,7 @@ def unpin(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_j
     Example: cacheblend documents unpin handbook/travel.md --store-dir ./store
     """
     with _open_documents(store_dir) as opened:
-        _print_status(opened.unpin(id_), "unpinned", as_json)
+        _print_status(opened.pin(id_, pinned=False), "unpinned", as_json)
 
 
 @contextmanager

@@ -12,8 +12,7 @@ from typing import Any
 
 from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.retriever import Chunk, Embedder, Retriever, RetrieverConfig, SentenceTransformerEmbedder
-from cacheblend.service.engine.document_sources import read_documents
-from cacheblend.service.engine.json_lines import parse_json
+from cacheblend.service.engine.document_sources import parse_json, read_documents
 
 from .caching_embedder import CachingEmbedder
 from .request import Example, Request, Task, arrange, make_request

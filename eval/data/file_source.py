@@ -20,7 +20,7 @@ from cacheblend.retriever import (
     RetrieverConfig,
     SentenceTransformerEmbedder,
 )
-from cacheblend.service.engine.json_lines import read_json_lines
+from cacheblend.service.engine.document_sources import read_json_lines
 
 from .caching_embedder import CachingEmbedder
 from .request import Example, Passage, Request, Task, arrange, make_request

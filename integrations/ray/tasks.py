@@ -22,10 +22,8 @@ from cacheblend.service.engine.chunk_context import ChunkEncoder
 from cacheblend.service.engine.config import EngineConfig, load_fusor
 from cacheblend.service.engine.document_sources import (
     STANDARD_INPUT,
-    DistinctIds,
     SourceReport,
     file_documents,
-    noting_faults,
     source_files,
 )
 from cacheblend.service.engine.file_converter import FileConverter
@@ -128,11 +126,9 @@ def read_batches(files: Sequence[SourceFile], batch_documents: int) -> Iterator[
 
 
 def _documents(files: Sequence[SourceFile], converter: FileConverter, report: SourceReport) -> Iterator[Document]:
-    several = DistinctIds(report.faults)
     for file in files:
-        with noting_faults(report.faults, str(file.path)):
-            of_unknown_kind = report.skipped if file.is_found else None
-            yield from several.of(str(file.path), file_documents(file.path, file.id, converter, of_unknown_kind))
+        with report.noting(str(file.path), is_found=file.is_found):
+            yield from report.distinct(str(file.path), file_documents(file.path, file.id, converter))
 
 
 class PrecomputeActor:

@@ -1,42 +1,48 @@
-"""Documents of files: JSON lines, text of any encoding, PDF and Office files, folders or standard input, within limits."""
+"""Documents of files: JSON lines, text of any encoding, PDF and Office files; of folders, URLs or standard input, in bounds."""
 
 from __future__ import annotations
 
 import glob
-import logging
+import gzip
+import json
 import mimetypes
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import chain
+from io import BufferedIOBase
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from cacheblend.base.errors import CacheBlendError, InputError, needs_extra
 from cacheblend.retriever import Document, PlainTokenizer
 
 from .file_converter import CONVERTED_SUFFIXES, FileConverter
-from .json_lines import LineLimits, read_json_lines, read_lines
 from .web_pages import SCHEMES, WebFiles
-
-logger = logging.getLogger(__name__)
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".csv")
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz")
-PARQUET_SUFFIX = ".parquet"
-KNOWN_SUFFIXES = (*TEXT_SUFFIXES, *JSONL_SUFFIXES, PARQUET_SUFFIX, *CONVERTED_SUFFIXES)  # of others those with text are read
 IGNORE_FILES = (".gitignore", ".cacheblendignore")
+UNLISTED = "a folder that cannot be listed"
 STANDARD_INPUT = "-"
-MAX_TEXT_BYTES = 8 * 2**20  # of one document: some 2 million tokens, whose tokenising takes about 2 GiB of memory
-PARQUET_ROWS = 64  # in memory at once
+MAX_VALUES = 200_000  # of one JSON text that a client sends: 2 bytes of JSON are up to 64 of Python's
+# Of a document or a string of JSON: some 2 million tokens, whose tokenising needs about 2 GiB; Python's lock is held for all.
+MAX_TEXT_BYTES = 8 * 2**20
+PIECE_BYTES = 2**16  # of a JSON text that are counted at once; then other threads may run
+MAX_LINE_BYTES = 8 * 2**20  # of one JSON line, decompressed
+LEAST_LINE_BYTES = 2684  # that a line counts as: 200,000 empty ones are as much work as half a GiB
 MAX_SAMPLE_BYTES = 2**16  # that a text's encoding is detected by
 CHARACTERS_PER_TOKEN = 4.0  # of English text, where none can be tokenised
-PIECE_CHARACTERS, SAMPLE_PIECES = 1024, 64  # to count tokens in: enough to know a language by
+SAMPLE_CHARACTERS, SAMPLE_DOCUMENTS = 1024, 64  # to count tokens in: enough to know a language by
 # Tried where a text is no UTF-8: one of each script, since close relatives are distinguished by chance.
 _ENCODINGS = ["cp1252", "cp1251", "koi8_r", "cp1253", "cp1255", "cp1256", "shift_jis", "euc_jp", "gb18030", "big5", "euc_kr"]
 _CONTROL_BYTES = bytes(set(range(32)) - set(b"\t\n\r\f\x1b"))
+
+
+class NoTextError(InputError):
+    """A file of an unknown kind holds no text that can be used."""
 
 
 @dataclass(slots=True)
@@ -46,46 +52,41 @@ class SourceReport:
     Args:
         faults: by file; a file of a known kind that cannot be used.
         skipped: by file; hidden, ignored, no text, a link out of its folder.
+        strict: whether the first fault is raised.
         on_file: called with each file before it is read.
     """
 
     faults: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    strict: bool = False
     on_file: Callable[[Path], None] = lambda _: None
+    _versions: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return {"faults": self.faults, "skipped": self.skipped}
 
+    @contextmanager
+    def noting(self, name: str, *, is_found: bool = True) -> Iterator[None]:
+        """Enter an error of a file; a file without text is skipped if it was found in a folder or by a pattern."""
+        try:
+            yield
+        except (CacheBlendError, OSError) as error:
+            why = str(error) if isinstance(error, CacheBlendError) else f"{name}: {error.strerror or error}"
+            if is_found and isinstance(error, NoTextError):
+                self.skipped[name] = why.removeprefix(f"{name}: ")
+            elif self.strict:
+                raise
+            else:
+                self.faults[name] = why
 
-@contextmanager
-def noting_faults(faults: dict[str, str] | None, name: str) -> Iterator[None]:
-    """Enter an error of a file in `faults` in place of raising it; with None it is raised."""
-    try:
-        yield
-    except (CacheBlendError, OSError) as error:
-        if faults is None:
-            raise
-        faults[name] = str(error) if isinstance(error, CacheBlendError) else f"{name}: {error.strerror or error}"
-
-
-class DistinctIds:
-    """The documents of several files, of which no two have one id and different texts: the later one is a fault.
-
-    Args:
-        faults: collects these.
-    """
-
-    def __init__(self, faults: dict[str, str]) -> None:
-        self._faults, self._versions = faults, dict[str, str]()
-
-    def of(self, source: str, documents: Iterable[dict[str, Any]]) -> Iterator[Document]:
-        """The documents of a source without the faults."""
+    def distinct(self, source: str, documents: Iterable[Mapping[str, Any]]) -> Iterator[Document]:
+        """The documents of a source; of two with one id and different texts, the later one is a fault."""
         for document in map(Document.of, documents):
-            if self._versions.setdefault(document.id, document.version) == document.version:
+            if self.strict or self._versions.setdefault(document.id, document.version) == document.version:
                 yield document
             else:
-                self._faults[f"{source}: {document.id}"] = f"another document has the id {document.id!r}; rename it"
+                self.faults[f"{source}: {document.id}"] = f"another document has the id {document.id!r}; rename it"
 
 
 @dataclass(slots=True)
@@ -95,20 +96,17 @@ class StreamSize:
     Args:
         documents: how many.
         characters: of their texts.
-        sample: pieces at even distances of all texts together, as if these were one; `SAMPLE_PIECES` at most.
+        sample: beginnings of the first texts.
     """
 
     documents: int = 0
     characters: int = 0
     sample: list[str] = field(default_factory=list, compare=False, repr=False)
-    _distance: int = field(default=PIECE_CHARACTERS, init=False, compare=False, repr=False)
 
     def add(self, text: str) -> None:
-        """Count a document, and take the pieces that fall into its text."""
-        while (at := len(self.sample) * self._distance - self.characters) < len(text):
-            self.sample.append(text[at : at + PIECE_CHARACTERS])
-            if len(self.sample) > SAMPLE_PIECES:
-                self.sample, self._distance = self.sample[::2], 2 * self._distance
+        """Count a document."""
+        if len(self.sample) < SAMPLE_DOCUMENTS:
+            self.sample.append(text[:SAMPLE_CHARACTERS])
         self.documents, self.characters = self.documents + 1, self.characters + len(text)
 
     def tokens(self, tokenizer: Any) -> int:
@@ -135,12 +133,9 @@ class DocumentStream:
     """
 
     def __init__(self, sources: Sequence[str], web: WebFiles | None = None) -> None:
-        self._sources = sources
-        self._web = web or WebFiles()
-        self._goes_on = len(sources) > 1 or any(_is_many(source) for source in sources)
-        self._converter = FileConverter()
+        self._sources, self._web, self._converter = sources, web or WebFiles(), FileConverter()
         self.characters = 0
-        self.report = SourceReport()
+        self.report = SourceReport(strict=len(sources) == 1 and _is_single(sources[0]))
 
     def measure(self) -> StreamSize | None:
         """Read it all once and check it; None for standard input, which can be read only once.
@@ -171,24 +166,18 @@ class DocumentStream:
         self._web.close()
 
     def _documents(self) -> Iterator[Document]:
-        several = DistinctIds(self.report.faults)
         for source in self._sources:
-            if self._goes_on and source != STANDARD_INPUT:
-                yield from several.of(source, self._read(source, self.report))
-            else:
-                yield from map(Document.of, self._read(source, None))
+            read = self._page(source) if _is_url(source) else read_documents(source, None, self.report, self._converter)
+            yield from self.report.distinct(source, read)
 
-    def _read(self, source: str, report: SourceReport | None) -> Iterator[dict[str, Any]]:
-        if not _is_url(source):
-            yield from read_documents(source, report=report, converter=self._converter)
-            return
-        with noting_faults(report.faults if report else None, source):
-            file = self._web.fetch(source)
-            yield from file_documents(file.path, file.url, self._converter, title=file.title, where=source)
+    def _page(self, url: str) -> Iterator[dict[str, Any]]:
+        with self.report.noting(url, is_found=False):
+            path, title = self._web.fetch(url)
+            yield from file_documents(path, url.partition("#")[0], self._converter, title=title, where=url)
 
 
-def _is_many(source: str) -> bool:
-    return not Path(source).is_file() and source != STANDARD_INPUT and not _is_url(source)
+def _is_single(source: str) -> bool:
+    return source == STANDARD_INPUT or _is_url(source) or Path(source).is_file()
 
 
 def _is_url(source: str) -> bool:
@@ -200,11 +189,10 @@ def read_documents(
 ) -> Iterator[dict[str, Any]]:
     """Documents of a file, of the files below a folder or of a pattern, or of standard input ("-") as JSON lines.
 
-    A line is a document `{"id", "title", "text"}` or a case `{"passages": [{"title", "text"}, ...]}` whose passages are the
-    documents. A text file is one document, named after the file. Every page of a PDF, slide and sheet is one of its own, with
-    an id such as `report.pdf#page=3`, so that an answer can cite it; short ones are joined, `report.pdf#page=3-4`. Of a folder,
-    hidden files, what `.gitignore` and `.cacheblendignore` name, files that are no text, and `leave_out` are no documents. A
-    symbolic link that leads out of the folder is left out with a warning.
+    A line is a document `{"id", "title", "text"}`. A text file is one document, named after the file. Every page of a PDF,
+    slide and sheet is one of its own, with an id such as `report.pdf#page=3`, so that an answer can cite it; short ones are
+    joined, `report.pdf#page=3-4`. Of a folder, hidden files, what `.gitignore` and `.cacheblendignore` name, files that are no
+    text, and `leave_out` are no documents. A symbolic link out of the folder is left out.
 
     Args:
         path: a file, a folder, a pattern such as `docs/**/*.pdf`, or "-".
@@ -216,18 +204,18 @@ def read_documents(
         InputError: no such file, an unknown kind, or a line or file that is no document, named by file and line.
         MissingExtraError: a file needs the extra `documents`.
     """
+    report = report or SourceReport(strict=True)
     if path == STANDARD_INPUT:
-        yield from _line_documents(read_lines(sys.stdin.buffer, "standard input"))
+        with report.noting(path, is_found=False):
+            yield from _line_documents(_read_lines(sys.stdin.buffer, "standard input"))
         return
-    skipped = report.skipped if report else {}
-    files = source_files(path, skipped, leave_out)
+    files = source_files(path, report.skipped, leave_out)
     with ExitStack() as opened:
         converter = converter or opened.enter_context(FileConverter())
         for file, id_ in files:
-            with noting_faults(report.faults if report else None, str(file)):
-                if report is not None:
-                    report.on_file(file)
-                yield from file_documents(file, id_, converter, skipped if Path(path) != file else None)
+            with report.noting(str(file), is_found=Path(path) != file):
+                report.on_file(file)
+                yield from file_documents(file, id_, converter)
 
 
 def source_files(path: str, skipped: dict[str, str], leave_out: Path | None = None) -> list[tuple[Path, str]]:
@@ -240,34 +228,32 @@ def source_files(path: str, skipped: dict[str, str], leave_out: Path | None = No
     """
     root = Path(path)
     if root.is_dir():
-        files = list(files_below(root, skipped))
+        files = files_below(root, skipped)
     elif root.exists():
         files, root = [root], root.parent
     elif glob.has_magic(path):
-        files = [Path(found) for found in sorted(glob.glob(path, recursive=True)) if Path(found).is_file()]
+        found = [Path(name) for name in sorted(glob.glob(path, recursive=True)) if Path(name).is_file()]
         root = Path(*Path(path).parts[: next(at for at, part in enumerate(Path(path).parts) if glob.has_magic(part))])
-        files = list(_without_links_out(files, root, skipped))
+        files = _without_links_out(found, root, skipped)
     else:
         raise InputError(f"{path} does not exist; give a file, a folder, a pattern, or - for standard input")
     files = [file for file in files if leave_out is None or file.resolve() != leave_out.resolve()]
     if not files:
-        raise InputError(f"{path} holds no {', '.join(KNOWN_SUFFIXES)} or other text file")
+        raise InputError(f"{path} holds no file that can be read; give one with text")
     return [(file, file.relative_to(root).as_posix()) for file in files]
 
 
-def files_below(root: Path, skipped: dict[str, str], on_error: Callable[[OSError], None] | None = None) -> Iterator[Path]:
+def files_below(root: Path, skipped: dict[str, str]) -> list[Path]:
     """The files below a folder, in order, without the hidden and the ignored; folders that are links are not entered.
 
     Args:
         root: the folder.
-        skipped: takes the paths that are left out, and why.
-        on_error: called with the error of a folder that cannot be listed.
+        skipped: receives the paths that are left out, and why: `UNLISTED` of a folder whose files are unknown.
     """
     with needs_extra("rag"):
         from pathspec import GitIgnoreSpec
 
-    specs = dict[Path, GitIgnoreSpec]()
-    found: list[Path] = []
+    specs, found = dict[Path, GitIgnoreSpec](), list[Path]()
 
     def is_ignored(path: Path, suffix: str = "") -> bool:
         verdict = None
@@ -277,9 +263,8 @@ def files_below(root: Path, skipped: dict[str, str], on_error: Callable[[OSError
                 verdict = verdict if own is None else own
         return bool(verdict)
 
-    for at, folders, names in os.walk(root, onerror=on_error):
-        here = Path(at)
-        lines = list[str]()
+    for at, folders, names in os.walk(root, onerror=lambda error: skipped.update({str(error.filename): UNLISTED})):
+        here, lines = Path(at), list[str]()
         for name in filter(names.__contains__, IGNORE_FILES):
             with suppress(OSError), (here / name).open("rb") as file:  # one that cannot be read has none
                 lines += file.read(MAX_SAMPLE_BYTES).decode(errors="replace").splitlines()
@@ -298,30 +283,29 @@ def files_below(root: Path, skipped: dict[str, str], on_error: Callable[[OSError
                 skipped[str(path)] = why
             else:
                 found.append(path)
-    yield from _without_links_out(sorted(found), root, skipped)
+    return _without_links_out(sorted(found), root, skipped)
 
 
-def _without_links_out(files: Sequence[Path], root: Path, skipped: dict[str, str]) -> Iterator[Path]:
+def _without_links_out(files: Sequence[Path], root: Path, skipped: dict[str, str]) -> list[Path]:
     """The files that are in a folder, also where they are links."""
-    inside = root.resolve()
+    inside, own = root.resolve(), list[Path]()
     for file in files:
         if file.resolve().is_relative_to(inside):
-            yield file
+            own.append(file)
         else:
-            logger.warning("%s is a link out of %s and was left out; give the file itself to ingest it", file, root)
             skipped[str(file)] = "a link out of the folder"
+    return own
 
 
 def file_documents(
     path: Path,
     id_: str,
     converter: FileConverter,
-    skipped: dict[str, str] | None = None,
     *,
     title: str | None = None,
     where: str | None = None,
     check: Callable[[], None] = lambda: None,
-    limits: LineLimits | None = None,
+    max_bytes: int | None = None,
 ) -> Iterator[dict[str, Any]]:
     """The documents of a file.
 
@@ -329,19 +313,17 @@ def file_documents(
         path: the file.
         id_: of its document; parts of it have their place appended.
         converter: of PDF and Office files.
-        skipped: collects a file of an unknown kind that is no text; without it that is a fault.
         title: in place of the file's name.
         where: names the file in messages; its path where left out.
         check: called once a line, and again and again during a conversion; what it raises ends the reading.
-        limits: of JSON lines.
+        max_bytes: of JSON lines, see `read_json_lines`.
 
     Raises:
-        InputError, MissingExtraError, OSError: see `read_documents`.
+        InputError, MissingExtraError, OSError: see `read_documents`. NoTextError: a file of an unknown kind is no text.
     """
     name, where, title = path.name.lower(), where or str(path), title or path.stem
-    if name.endswith((*JSONL_SUFFIXES, PARQUET_SUFFIX)):
-        is_parquet = name.endswith(PARQUET_SUFFIX)
-        yield from _line_documents(_parquet_rows(path, where) if is_parquet else read_json_lines(path, check, limits))
+    if name.endswith(JSONL_SUFFIXES):
+        yield from _line_documents(read_json_lines(path, check, max_bytes))
         return
     if name.endswith(CONVERTED_SUFFIXES):
         for part in converter.convert(path, check):
@@ -352,10 +334,7 @@ def file_documents(
     try:
         text = _read_text(path, where)
     except InputError as error:
-        if skipped is None or name.endswith(TEXT_SUFFIXES):
-            raise
-        skipped[where] = str(error).removeprefix(f"{where}: ")
-        return
+        raise (error if name.endswith(TEXT_SUFFIXES) else NoTextError(str(error))) from None
     yield _checked({"id": id_, "title": title, "text": text}, where)
 
 
@@ -365,11 +344,11 @@ def _read_text(path: Path, where: str) -> str:
     Raises:
         InputError: the file is of another kind, too long, binary or empty.
     """
-    with path.open("rb") as file:
-        raw = file.read(MAX_TEXT_BYTES + 1)  # a device or a file that grows has no end
     kind = (mimetypes.guess_type(path.name.lower())[0] or "").partition("/")[0]
     if kind in ("image", "audio", "video", "font"):
         raise InputError(f"{where}: {kind}; describe it in a text file")
+    with path.open("rb") as file:
+        raw = file.read(MAX_TEXT_BYTES + 1)  # a device or a file that grows has no end
     if len(raw) > MAX_TEXT_BYTES:
         raise _too_long(where)
     text = _text(raw, where)
@@ -401,13 +380,99 @@ def _text(raw: bytes, where: str) -> str:
     return text
 
 
+def read_json_lines(
+    path: Path, check: Callable[[], None] = lambda: None, max_bytes: int | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Each line's place ("FILE, line N") and its JSON value, without empty lines; a file `*.gz` is decompressed.
+
+    Memory holds one line, of at most `MAX_LINE_BYTES`, however small a compressed file is. A byte order mark is dropped.
+
+    Args:
+        path: the file.
+        check: called once a line; what it raises ends the reading.
+        max_bytes: of all lines unpacked, each of which counts as `LEAST_LINE_BYTES` or more; None for no bound.
+
+    Raises:
+        InputError: a line that is too long or no JSON in UTF-8, named by file and line; a gzip file that is cut off or damaged;
+            more than `max_bytes`.
+        OSError: the file cannot be read.
+    """
+    with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as lines:
+        try:
+            yield from _read_lines(lines, str(path), check, max_bytes)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise InputError(f"{path} is no whole gzip file ({error}); compress it again, or copy it again") from error
+
+
+def _read_lines(
+    lines: BinaryIO | BufferedIOBase, name: str, check: Callable[[], None] = lambda: None, max_bytes: int | None = None
+) -> Iterator[tuple[str, Any]]:
+    """`read_json_lines` of what is open already; `name` is its name in messages."""
+    number = read_bytes = 0
+    while raw := lines.readline(MAX_LINE_BYTES + 1):
+        check()
+        number, read_bytes = number + 1, read_bytes + max(len(raw), LEAST_LINE_BYTES)
+        where = f"{name}, line {number}"
+        if len(raw) > MAX_LINE_BYTES:
+            raise InputError(f"{where}: longer than {MAX_LINE_BYTES // 2**20} MiB; split it into several lines")
+        if max_bytes is not None and read_bytes > max_bytes:
+            bound = f"{max_bytes // LEAST_LINE_BYTES:,} lines or {max_bytes // 2**20} MiB"
+            raise InputError(f"{name}: more than {bound}, unpacked; split it")
+        check_json(raw, where)
+        try:
+            text = raw.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            found = f"byte 0x{error.object[error.start]:02x} at {error.start + 1}"
+            raise InputError(f"{where}: not UTF-8 ({found}); save it as UTF-8") from None
+        if text.strip():
+            yield where, parse_json(text, where)
+
+
+def check_json(raw: bytes, where: str, max_values: int = MAX_VALUES, piece_bytes: int = PIECE_BYTES) -> None:
+    """Refuse JSON of too many values (strings, and what commas and brackets separate) or with too long a string, unread.
+
+    Raises:
+        InputError: more than `max_values` values, or a string of more than `MAX_TEXT_BYTES`; it names `where`.
+    """
+    values = text_bytes = start = 0
+    in_text = False
+    while start < len(raw):
+        piece = raw[start : start + piece_bytes]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # its last backslash escapes the byte after it
+            piece = raw[start : start + len(piece) + 1]
+        start += len(piece)
+        # What is left of quotation marks opens or closes a string.
+        for number, part in enumerate(piece.replace(rb"\\", b"__").replace(rb"\"", b"__").split(b'"')):
+            if number:
+                in_text, text_bytes = not in_text, 0
+                values += in_text
+            if in_text:
+                text_bytes += len(part)
+            else:
+                values += part.count(b",") + part.count(b"[") + part.count(b"{")
+            if text_bytes > MAX_TEXT_BYTES:
+                raise InputError(f"{where}: a text of more than {MAX_TEXT_BYTES} bytes; split it into several documents")
+        if values > max_values:
+            raise InputError(f"{where}: more than {max_values} values; send it in parts")
+
+
+def parse_json(text: str, where: str) -> Any:
+    """The value of a JSON text; raises InputError, which names `where`, if it is none."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
+    except RecursionError:
+        raise InputError(f"{where}: JSON that is nested too deeply; a document has texts alone") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise InputError(f"{where}: JSON that cannot be read ({error}); write such a number as text") from None
+
+
 def _line_documents(lines: Iterator[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
-    for where, value in lines:
-        passages = value.get("passages") if isinstance(value, dict) else None
-        for document in [value] if passages is None else passages if isinstance(passages, list) else [None]:
-            if not isinstance(document, dict) or not isinstance(document.get("text"), str):
-                raise InputError(f'{where}: neither a document {{"id", "title", "text"}} nor a case with "passages"')
-            yield _checked(document, where)
+    for where, document in lines:
+        if not isinstance(document, dict) or not isinstance(document.get("text"), str):
+            raise InputError(f'{where}: not a document {{"id", "title", "text"}}; give each line a text')
+        yield _checked(document, where)
 
 
 def _checked(document: dict[str, Any], where: str) -> dict[str, Any]:
@@ -423,24 +488,3 @@ def _checked(document: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _too_long(where: str) -> InputError:
     return InputError(f"{where}: a text of more than {MAX_TEXT_BYTES // 2**20} MiB; split it into several documents")
-
-
-def _parquet_rows(path: Path, where: str) -> Iterator[tuple[str, Any]]:
-    """Each row's place ("FILE, row N") and its columns `id`, `title` and `text`, of which the first two may be missing.
-
-    Raises:
-        InputError: the file is no Parquet, or has no column `text`.
-    """
-    with needs_extra("ray"):
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    try:
-        with ParquetFile(path) as file:
-            columns = [name for name in ("id", "title", "text") if name in file.schema_arrow.names]
-            if "text" not in columns:
-                raise InputError(f"{where}: no column 'text'; its columns are {', '.join(file.schema_arrow.names)}")
-            rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(PARQUET_ROWS, columns=columns))
-            for number, row in enumerate(rows, start=1):
-                yield f"{where}, row {number}", row | ({} if row.get("id") is None else {"id": str(row["id"])})
-    except ArrowException as error:
-        raise InputError(f"{where}: no Parquet file that can be read ({error})") from error

@@ -13,14 +13,14 @@ import logging
 import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from cacheblend.base.errors import BudgetTooSmallError, CacheBlendError, InputError, StoreFullError
-from cacheblend.retriever import CatalogedDocument, Retriever
-from cacheblend.store import StoredDocument
+from cacheblend.retriever import Retriever
 
 if TYPE_CHECKING:
     from cacheblend.base.threads import Progress
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _PART = re.compile(r"(.+)#(?:page|slide|sheet|line)=.+", re.DOTALL)
 _NUMBER = re.compile("([0-9]+)")
+_OF_STORE = ("stored_chunks", "shared_chunks", "stored_bytes", "own_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,18 +83,10 @@ class Documents:
         index: holds their text; `IndexedDocuments` without a model.
         store: holds their chunks' KV.
         encoder: splits, embeds and precomputes; None without a model.
-        listed: documents that are read at once for a page of a listing, or more if the page has more.
     """
 
-    def __init__(
-        self,
-        index: Retriever | IndexedDocuments,
-        store: KVStore,
-        encoder: DocumentEncoder | None = None,
-        *,
-        listed: int = 256,
-    ) -> None:
-        self._index, self._store, self._encoder, self._listed_at_once = index, store, encoder, listed
+    def __init__(self, index: Retriever | IndexedDocuments, store: KVStore, encoder: DocumentEncoder | None = None) -> None:
+        self._index, self._store, self._encoder = index, store, encoder
 
     def add(self, documents: Sequence[Document], progress: Progress, *, must_stay: bool = False) -> IngestReport:
         """Add a batch of documents, in place of those with their ids, all at once.
@@ -175,13 +168,14 @@ class Documents:
         return self.page()[0]
 
     def page(
-        self, limit: int | None = None, after: str | None = None, *, newest_first: bool = False
+        self, limit: int | None = None, after: str | None = None, *, by_file: bool = False, newest_first: bool = False
     ) -> tuple[list[DocumentStatus], bool]:
         """A page of `ls`, without a look at the other documents.
 
         Args:
             limit: at most so many, 1 and above; None for all.
-            after: those listed after the document of this id; None for the first ones.
+            after: those listed after the document, or the file, of this id; None for the first ones.
+            by_file: the parts of a file as one, where the first of them is listed.
             newest_first: those in the index in the reverse of the order of adding.
 
         Returns:
@@ -190,64 +184,38 @@ class Documents:
         Raises:
             InputError: there is no document `after`.
         """
-        return _first(limit, self._listed(limit, after, by_file=False, newest_first=newest_first))
-
-    def files(
-        self, limit: int | None = None, after: str | None = None, *, newest_first: bool = False
-    ) -> tuple[list[DocumentStatus], bool]:
-        """`page` with the parts of a file as one, where the first of them is listed; `after` may be the name of a file, too."""
-        return _first(limit, self._listed(limit, after, by_file=True, newest_first=newest_first))
+        listed = self._listed(limit, after, by_file=by_file, newest_first=newest_first)
+        return list(islice(listed, limit)), next(listed, None) is not None
 
     def _listed(self, limit: int | None, after: str | None, *, by_file: bool, newest_first: bool) -> Iterator[DocumentStatus]:
-        """The documents of `page`, or the files of `files`."""
-
-        def first_listed(file: str) -> str:
-            """The part of a file that is listed before the others; a document is its only one, empty where there is none."""
-            first, *others = self._ids(file) or [""]
-            newest = (id_ for id_ in reversed(others) if self._index.version(id_) is not None)
-            return next(newest, first) if newest_first else first
+        @functools.cache
+        def first_listed(name: str) -> str:
+            """The document of a name, or the part of a file that is listed before the others; empty if there is none."""
+            return next(iter(self._ids(name, newest_first=newest_first)), "")
 
         last = None if after is None else first_listed(after)
         if last == "":
-            raise _gone(after)
-        is_document = functools.cache(self._is_document)
-        seen = set[str]()
-
-        def file_of(id_: str) -> str:
-            """The file that a document is a part of; its own id where it is none, or where that name is a document's."""
+            raise InputError(f"after={after!r}: there is no such document any more; begin again with the first page")
+        for id_ in self._ids_after(last, limit, newest_first=newest_first):
             found = _PART.fullmatch(id_) if by_file else None
-            return id_ if found is None or is_document(found[1]) else found[1]
+            name = found[1] if found else id_
+            first = first_listed(name) if found else id_
+            # No file's part, the first one of a file, or the part of a file whose name is a document's own.
+            if first in (id_, name):
+                with suppress(InputError):  # deleted since it was looked up
+                    yield self.status(name if first == id_ else id_)
 
-        def parts_from(id_: str, file: str) -> list[DocumentStatus]:
-            """A file's parts where a document is the first of them; none where it is another, and at a second look."""
-            is_first = file not in seen and first_listed(file) == id_
-            seen.add(file)
-            return self._known(file) if is_first else []
-
-        # 1. What is in the index.
-        in_index = last is None or self._index.version(last) is not None
-        batch = None if limit is None else max(limit + 1, self._listed_at_once)
-        place = last
-        while in_index and (documents := self._indexed(batch, place, newest_first)):
-            for document in documents:
-                if (file := file_of(document.id)) == document.id:
-                    yield _status(document, self._store.documents.get(document.id))
-                elif parts := parts_from(document.id, file):
-                    yield _together(file, parts)
+    def _ids_after(self, last: str | None, limit: int | None, *, newest_first: bool) -> Iterator[str]:
+        """Ids of the index's documents in the order of a listing, then of those that only the store knows; after `last`."""
+        in_index, place = last is None or self._index.version(last) is not None, last
+        batch = None if limit is None else limit + 1
+        while in_index and (documents := self._index.documents(batch, place, newest_first=newest_first)):
+            yield from (document.id for document in documents)
             place = documents[-1].id
-        # 2. What the store alone knows, which is nothing as a rule.
         least = "" if in_index or last is None else last
         stored = [id_ for id_ in self._store.documents.ids() if id_ > least]
         known = set(self._index.ids()) if stored else set()
-        for id_ in stored:
-            if id_ not in known and (parts := parts_from(id_, file := file_of(id_))):
-                yield _together(file, parts)
-
-    def _indexed(self, limit: int | None, after: str | None, newest_first: bool) -> list[CatalogedDocument]:
-        try:
-            return self._index.documents(limit, after, newest_first=newest_first)
-        except InputError:  # deleted since it was looked up
-            raise _gone(after) from None
+        yield from (id_ for id_ in stored if id_ not in known)
 
     def show(self, id_: str) -> tuple[DocumentStatus, Sequence[Chunk]]:
         """One document, or a file's, and the chunks.
@@ -273,28 +241,33 @@ class Documents:
 
     def _statuses(self, id_: str) -> list[DocumentStatus]:
         """Of a document, or else of the parts of a file, in order; raises as `show` does."""
-        if not (found := self._known(id_)):
-            raise _unknown(id_)
-        return found
-
-    def _known(self, id_: str) -> list[DocumentStatus]:
-        """As `_statuses`; none where there is no such document."""
         found = list[DocumentStatus]()
         for part in sorted(self._ids(id_), key=part_order):
             document, stored = self._index.document(part), self._store.documents.get(part)
-            if document is not None:
-                found.append(_status(document, stored))
-            elif stored is not None:
-                found.append(_lost(stored))
+            if (known := document or stored) is not None:
+                found.append(
+                    DocumentStatus(
+                        id=part,
+                        title=document.title if document else "",
+                        version=known.version,
+                        chunks=document.chunks if document else 0,
+                        pinned=stored is not None and stored.pinned,
+                        damaged=document is not None and document.damaged,
+                        **{name: getattr(stored, name, 0) for name in _OF_STORE},
+                    )
+                )
+        if not found:
+            raise _unknown(id_)
         return found
 
-    def _ids(self, id_: str) -> list[str]:
+    def _ids(self, id_: str, *, newest_first: bool = False) -> list[str]:
         """The id of a document, or of the parts of a file: those in the index in the order of adding, then the others by id."""
         if self._is_document(id_):
             return [id_]
         indexed = self._index.ids(f"{id_}#")
-        lost = set(self._store.documents.ids(f"{id_}#")).difference(indexed)
-        return [part for part in (*indexed, *sorted(lost)) if (found := _PART.fullmatch(part)) and found[1] == id_]
+        lost = sorted(set(self._store.documents.ids(f"{id_}#")).difference(indexed))
+        ids = [*(reversed(indexed) if newest_first else indexed), *lost]
+        return [part for part in ids if (found := _PART.fullmatch(part)) and found[1] == id_]
 
     def _is_document(self, id_: str) -> bool:
         return self._index.version(id_) is not None or self._store.documents.version(id_) is not None
@@ -329,20 +302,18 @@ class Documents:
                     raise
                 self._index.delete(id_)
 
-    def pin(self, id_: str) -> DocumentStatus:
-        """Spare the KV of the chunks of a document, or a file's, from evictions, also what is computed later; the status then.
+    def pin(self, id_: str, *, pinned: bool = True) -> DocumentStatus:
+        """Spare the KV of the chunks of a document, or a file's, from evictions, also what is computed later; or no longer.
+
+        Returns:
+            The status then.
 
         Raises:
             InputError: there is no such document, or its KV was never ingested.
         """
+        table = self._store.documents
         for part in self._statuses(id_):
-            self._store.documents.pin(part.id)
-        return self.status(id_)
-
-    def unpin(self, id_: str) -> DocumentStatus:
-        """Let the KV of the chunks be evicted again; see `pin`."""
-        for part in self._statuses(id_):
-            self._store.documents.unpin(part.id)
+            (table.pin if pinned else table.unpin)(part.id)
         return self.status(id_)
 
 
@@ -362,11 +333,6 @@ def part_order(id_: str) -> list[tuple[int, str]]:
     return [(int(each), "") if at % 2 else (0, each) for at, each in enumerate(_NUMBER.split(id_))]
 
 
-def _first(limit: int | None, listed: Iterator[DocumentStatus]) -> tuple[list[DocumentStatus], bool]:
-    """So many of them, and whether there are more."""
-    return list(islice(listed, limit)), next(listed, None) is not None
-
-
 def _together(id_: str, parts: Sequence[DocumentStatus]) -> DocumentStatus:
     """The status of a file's documents, or of the one document `id_`."""
     first, *others = parts
@@ -376,40 +342,10 @@ def _together(id_: str, parts: Sequence[DocumentStatus]) -> DocumentStatus:
         id=id_,
         title=PurePosixPath(id_).name,
         version=hashlib.sha256("\n".join(part.version for part in parts).encode()).hexdigest(),
-        chunks=sum(part.chunks for part in parts),
         pinned=all(part.pinned for part in parts),
-        stored_chunks=sum(part.stored_chunks for part in parts),
-        shared_chunks=sum(part.shared_chunks for part in parts),
-        stored_bytes=sum(part.stored_bytes for part in parts),
-        own_bytes=sum(part.own_bytes for part in parts),
         damaged=any(part.damaged for part in parts),
-        parts=len(parts),
+        **{name: sum(getattr(part, name) for part in parts) for name in ("chunks", "parts", *_OF_STORE)},
     )
-
-
-def _status(document: CatalogedDocument, stored: StoredDocument | None) -> DocumentStatus:
-    stored = stored or StoredDocument(document.id, document.version, False, 0, 0, 0, 0, 0, 0)
-    return DocumentStatus(
-        id=document.id,
-        title=document.title,
-        version=document.version,
-        chunks=document.chunks,
-        pinned=stored.pinned,
-        stored_chunks=stored.stored_chunks,
-        shared_chunks=stored.shared_chunks,
-        stored_bytes=stored.stored_bytes,
-        own_bytes=stored.own_bytes,
-        damaged=document.damaged,
-    )
-
-
-def _lost(stored: StoredDocument) -> DocumentStatus:
-    """The status of a document that only the store knows."""
-    return _status(CatalogedDocument(stored.id, stored.version, "", 0, 0.0), stored)
-
-
-def _gone(after: str | None) -> InputError:
-    return InputError(f"after={after!r}: there is no such document any more; begin again with the first page")
 
 
 def _unknown(id_: str) -> InputError:

@@ -23,22 +23,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from cacheblend.base.errors import InputError, MissingExtraError
 
 EXTRA = "documents"
 PAGE_SUFFIX = ".webpage"  # of a page that was fetched: its text is taken without its menus
 ZIPPED_SUFFIXES = (".docx", ".pptx", ".xlsx", ".epub")
-CONVERTERS = {
-    ".html": "HtmlConverter",
-    ".htm": "HtmlConverter",
-    ".docx": "DocxConverter",
-    ".pptx": "PptxConverter",
-    ".xlsx": "XlsxConverter",
-    ".epub": "EpubConverter",
-}
+CONVERTERS = {suffix: f"{suffix[1:].title()}Converter" for suffix in (".html", *ZIPPED_SUFFIXES)} | {".htm": "HtmlConverter"}
 CONVERTED_SUFFIXES = (".pdf", PAGE_SUFFIX, *CONVERTERS)
 # A page or a slide of less is no document of its own: a quarter of a chunk of 512 tokens. In characters, as ids must follow
 # from the file alone, whichever model and options read it.
@@ -74,17 +66,10 @@ class FileConverter:
 
     Args:
         timeout_s: of one file.
-        max_memory_bytes: of address space, of the process.
-        max_file_bytes: of one file.
     """
 
-    def __init__(
-        self,
-        timeout_s: float = TIMEOUT_S,
-        max_memory_bytes: int = MAX_MEMORY_BYTES,
-        max_file_bytes: int = MAX_FILE_BYTES,
-    ) -> None:
-        self._timeout_s, self._max_memory_bytes, self._max_file_bytes = timeout_s, max_memory_bytes, max_file_bytes
+    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._cache = dict[tuple[str, int, int], list[TextPart]]()
         self._cached_characters = 0
@@ -101,8 +86,8 @@ class FileConverter:
             MissingExtraError: the extra `documents` is not installed.
         """
         status = path.stat()
-        if status.st_size > self._max_file_bytes:
-            raise InputError(f"{path}: larger than {self._max_file_bytes / 2**20:g} MiB; split it")
+        if status.st_size > MAX_FILE_BYTES:
+            raise InputError(f"{path}: larger than {MAX_FILE_BYTES // 2**20} MiB; split it")
         key = (str(path.resolve()), status.st_size, status.st_mtime_ns)
         if key in self._cache:
             return self._cache[key]
@@ -130,7 +115,7 @@ class FileConverter:
         if process is None or process.poll() is not None:
             self.close()
             process = self._process = subprocess.Popen(
-                [sys.executable, "-m", "cacheblend.service.engine.file_converter", str(self._max_memory_bytes)],
+                [sys.executable, "-m", "cacheblend.service.engine.file_converter"],
                 env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},  # no keys, no passwords
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -172,7 +157,7 @@ class FileConverter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -180,7 +165,7 @@ def join_short_parts(parts: Sequence[TextPart]) -> list[TextPart]:
     """Join pages and slides of fewer than `SHORT_PART_CHARACTERS` to the next, and the last to the one before.
 
     A page that says only "Chapter 3" would be a chunk of a few tokens. The place names all that were joined, "page=3-4", from
-    the first to the last with text.
+    the first to the last with text; an empty line, where chunks may end, stands between them.
     """
     joined = list[TextPart]()
     for part in parts:
@@ -202,7 +187,6 @@ def _is_short(part: TextPart) -> bool:
 
 
 def _join(first: TextPart, then: TextPart) -> TextPart:
-    """Both parts as one; an empty line, where chunks may end, stands between them."""
     begin, end = first.place.partition("-")[0], re.split("[=-]", then.place)[-1]
     return TextPart(f"{begin}-{end}", f"{first.text.rstrip()}\n\n{then.text.lstrip()}")
 
@@ -230,8 +214,12 @@ def _parts(path: Path) -> Iterator[tuple[str, str]]:
 
     # One kind's own converter: the package's choice takes what it does not know for an archive, and unpacks that.
     converter = getattr(converters, CONVERTERS[suffix])()
+    charset = None
+    if suffix in (".html", ".htm"):
+        with suppress(UnicodeDecodeError):
+            path.read_text(encoding="utf-8")
+            charset = "utf-8"
     with path.open("rb") as file:
-        charset = "utf-8" if suffix in (".html", ".htm") and _is_utf8(file) else None
         markdown = converter.convert(file, StreamInfo(extension=suffix, charset=charset)).markdown
     if suffix == ".pptx":
         yield from _cut(markdown, "<!-- Slide number: ", " -->", "slide")
@@ -239,16 +227,6 @@ def _parts(path: Path) -> Iterator[tuple[str, str]]:
         yield from _cut("\n" + markdown, "\n## ", "\n", "sheet")
     else:
         yield "", markdown
-
-
-def _is_utf8(file: IO[bytes]) -> bool:
-    try:
-        file.read().decode()
-    except UnicodeDecodeError:
-        return False
-    finally:
-        file.seek(0)
-    return True
 
 
 def _cut(markdown: str, begin: str, end: str, kind: str) -> Iterator[tuple[str, str]]:
@@ -293,7 +271,7 @@ def _answer(path: Path) -> dict[str, Any]:
     return {"parts": parts}
 
 
-def _confine(max_memory_bytes: int = MAX_MEMORY_BYTES) -> None:
+def _confine() -> None:
     """Refuse what no document needs: Python's calls for the network and other programs, bytes in files, more memory."""
 
     def refuse(event: str, _: tuple[object, ...]) -> None:
@@ -306,7 +284,7 @@ def _confine(max_memory_bytes: int = MAX_MEMORY_BYTES) -> None:
         resource: Any = importlib.import_module("resource")
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     sys.addaudithook(refuse)
 
 
@@ -319,7 +297,7 @@ def main() -> None:
     for name in ("markitdown", "trafilatura"):
         with suppress(ModuleNotFoundError):
             importlib.import_module(name)
-    _confine(int(sys.argv[1]))
+    _confine()
     for line in sys.stdin:
         answers.write(json.dumps(_answer(Path(json.loads(line)))) + "\n")
         answers.flush()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from cacheblend.base.errors import InputError, needs_extra
 from cacheblend.base.files import replacing
 from cacheblend.retriever import Document
 
-from .document_sources import file_documents, files_below, noting_faults
+from .document_sources import UNLISTED, NoTextError, SourceReport, file_documents, files_below
 from .engine import Engine
 from .file_converter import FileConverter
 from .ingest import IngestReport
@@ -59,16 +58,19 @@ class FolderWatch:
     Args:
         engine: ingests and deletes; nothing else changes its documents meanwhile.
         folders: of the files.
+
+    Attributes:
+        faults: files that cannot be used, and why.
     """
 
     def __init__(self, engine: Engine, folders: Sequence[str]) -> None:
         self._engine, self._folders = engine, [Path(folder).absolute() for folder in folders]
         self._record = Path(engine.config.store_dir) / RECORD_FILE
         self._files: dict[str, WatchedFile] = {}
+        self.faults: dict[str, str] = {}
         with suppress(OSError, ValueError, TypeError, AttributeError):
             noted = json.loads(self._record.read_bytes()).items()
             self._files = {name: WatchedFile(*one) for name, one in noted if isinstance(one, list)}
-        self.faults: dict[str, str] = {}
 
     def run(self, on_change: Callable[[FollowReport], None], stop: threading.Event | None = None) -> None:
         """Follow until `stop`, or until an exception such as KeyboardInterrupt ends it."""
@@ -76,14 +78,7 @@ class FolderWatch:
             from watchfiles import watch
 
         folders = [folder for folder in self._folders if folder.is_dir()]
-        changes = watch(
-            *folders,
-            watch_filter=None,
-            stop_event=stop,
-            rust_timeout=RESCAN_MS,
-            yield_on_timeout=True,
-            ignore_permission_denied=True,
-        )
+        changes = watch(*folders, stop_event=stop, rust_timeout=RESCAN_MS, yield_on_timeout=True, ignore_permission_denied=True)
         for _ in changes:
             if report := self.follow():
                 on_change(report)
@@ -93,68 +88,68 @@ class FolderWatch:
 
         An error that is not the file's own, such as a full disk, leaves the file to the next call.
         """
-        report, before, self.faults = FollowReport(), self.faults, {}
-        # A folder that is gone is unmounted or renamed, and its documents stay.
+        report, notes, left_out = FollowReport(), SourceReport(), dict[str, str]()
+        # A folder that is gone is unmounted or renamed, and its documents stay; so do those of one that cannot be listed.
         folders = [folder for folder in self._folders if folder.is_dir()]
-        unread = list[OSError]()  # folders whose files are not gone, but unknown
-        found = {str(file): (file, folder) for folder in folders for file in files_below(folder, {}, unread.append)}
-        gone = [
-            name
-            for name in self._files.keys() - found.keys()
-            if any(map(Path(name).is_relative_to, folders))
-            and not any(Path(name).is_relative_to(str(error.filename)) for error in unread)
-        ]
-        owners = defaultdict[str, set[str]](set)  # names of files by document id
-        for name in self._files.keys() - set(gone):
-            for id_ in self._files[name].documents:
-                owners[id_].add(name)
+        found = {str(file): (file, folder) for folder in folders for file in files_below(folder, left_out)}
+        unknown = [name for name, why in left_out.items() if why == UNLISTED]
+        lost = [name for name in self._files.keys() - found.keys() if _is_in(name, folders) and not _is_in(name, unknown)]
+        gone = {name: self._files.pop(name) for name in lost}
         with FileConverter() as converter:
             for name, (file, folder) in found.items():
-                with noting_faults(self.faults, name):
-                    self._take(file, file.relative_to(folder).as_posix(), converter, owners, report)
-        for name in gone:
-            with noting_faults(self.faults, name):
-                self._delete(name, self._files[name].documents, owners, report)
+                with notes.noting(name):
+                    self._follow_file(file, file.relative_to(folder).as_posix(), converter, report)
+        for name, left in gone.items():
+            with notes.noting(name):
+                self._files[name] = left  # until its documents are deleted
+                self._delete(name, left.documents, report)
                 del self._files[name]
-        with noting_faults(self.faults, str(self._record)), replacing(self._record) as noted:
+        with notes.noting(str(self._record)), replacing(self._record) as noted:
             noted.write(json.dumps({name: astuple(file) for name, file in self._files.items()}).encode())
-        report.faults = {name: why for name, why in self.faults.items() if before.get(name) != why}
+        report.faults = {name: why for name, why in notes.faults.items() if self.faults.get(name) != why}
+        self.faults = notes.faults
         return report
 
-    def _take(self, file: Path, id_: str, converter: FileConverter, owners: dict[str, set[str]], report: FollowReport) -> None:
+    def _follow_file(self, file: Path, id_: str, converter: FileConverter, report: FollowReport) -> None:
         """Ingest a file if it is new or has changed, and delete the documents that it has no more."""
         name, status = str(file), file.stat()
         seen, last = [status.st_size, status.st_mtime_ns], self._files.get(name, WatchedFile())
         if seen == last.seen:
             if last.fault:
-                self.faults[name] = last.fault
+                raise InputError(last.fault)
             return
+        documents = list[Document]()
         try:
-            documents = [Document.of(one) for one in file_documents(file, id_, converter, {})]
+            with suppress(NoTextError):
+                documents = [Document.of(one) for one in file_documents(file, id_, converter)]
         except InputError as error:
             self._files[name] = replace(last, seen=seen, fault=str(error))
             raise
         for one in documents:
-            for other in owners[one.id] - {name}:
+            for other in self._others(name, one.id):
                 if self._files[other].documents[one.id] != one.version:
                     raise InputError(f"{file}: {other} has a document of the id {one.id!r}; rename it")
-        changed = [one for one in documents if self._engine.retriever.version(one.id) != one.version]
-        if changed:
+        if changed := [one for one in documents if self._engine.retriever.version(one.id) != one.version]:
             report.ingested += self._engine.ingest_stream(changed)
         now = {one.id: one.version for one in documents}
-        self._delete(name, {one: last.documents[one] for one in last.documents.keys() - now}, owners, report)
+        self._delete(name, {one: last.documents[one] for one in last.documents.keys() - now}, report)
         self._files[name] = WatchedFile(seen, now)
-        for id_ in now:
-            owners[id_].add(name)
 
-    def _delete(self, name: str, documents: Mapping[str, str], owners: dict[str, set[str]], report: FollowReport) -> None:
+    def _delete(self, name: str, documents: Mapping[str, str], report: FollowReport) -> None:
         """Delete the documents of a file that no other file has, unless they have another version by now."""
         for id_, version in documents.items():
-            owners[id_].discard(name)
-            if not owners[id_] and self._engine.retriever.version(id_) == version:
+            if not self._others(name, id_) and self._engine.retriever.version(id_) == version:
                 with suppress(InputError):  # deleted meanwhile
                     self._engine.documents.delete(id_)
                     report.deleted += 1
+
+    def _others(self, name: str, id_: str) -> list[str]:
+        """Names of other files that have a document of an id."""
+        return [other for other, file in self._files.items() if id_ in file.documents and other != name]
+
+
+def _is_in(name: str, folders: Iterable[str | Path]) -> bool:
+    return any(map(Path(name).is_relative_to, folders))
 
 
 def check_folders(sources: Sequence[str], store_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ingest: documents on their way into index and store, a batch at a time.
+"""Ingest: documents on their way into index and store, a batch at a time, or one by one into a running vLLM.
 
 `Documents.add` tells the story of a batch. What it does before it changes the documents is here: `DocumentEncoder` splits,
 embeds and precomputes, so that processes without an index, such as Ray's actors, do it as the engine does.
@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from cacheblend.base.errors import InputError, PromptTooLongError
+import httpx
+
+from cacheblend.base.errors import ConfigError, InputError, PromptTooLongError, ServiceError
+from cacheblend.base.options import option
 from cacheblend.base.threads import Progress
 from cacheblend.retriever import Document
 
@@ -31,6 +36,8 @@ logger = logging.getLogger(__name__)
 BATCH_DOCUMENTS = 64  # of a stream's batch
 FETCH_S = 60.0  # chunks whose KV comes later from the remote tier are computed
 BATCH_CHARACTERS = 2**20  # a batch ends with the document that reaches it
+VLLM_ROUTE = "/v1/cacheblend/documents"
+VLLM_TIMEOUT_S = 3600.0  # of a document: its answer comes when the KV of all its chunks is computed, between others' requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +155,6 @@ class DocumentEncoder:
             PromptTooLongError: a chunk, and what it is computed after, are longer than the model's positions.
             RetrieverError: the embedder cannot be used.
         """
-        self._check_lengths(documents, progress)
         batch = EncodedBatch(documents)
         done = len(documents) - len(changed)
         if done:
@@ -157,10 +163,10 @@ class DocumentEncoder:
             batch.embedded[one.document.id] = one
             progress.note("index", done + len(batch.embedded), len(documents))
         for document in {document.id: document for document in documents}.values():
-            new = batch.embedded.get(document.id)
+            version, new = (document.id, document.version), batch.embedded.get(document.id)
             chunks = new.chunks if new else self._chunks(document, progress)
-            version = (document.id, document.version)
             batch.chunks[version] = [chunk.token_ids for chunk in chunks]
+            self._check_lengths(document.id, batch.chunks[version])
             batch.keys[version] = self._encoder.keys_of_document(batch.chunks[version])
         batch.found = self._stored(batch.distinct_keys)
         return batch
@@ -205,32 +211,25 @@ class DocumentEncoder:
 
     def _chunks(self, document: Document, progress: Progress) -> Sequence[Chunk]:
         """The chunks of a document that is in the index, or was a moment ago."""
-        try:
+        with suppress(InputError):
             chunks = self._retriever.chunks(document.id)
-        except InputError:
-            chunks = []
-        if chunks and chunks[0].version == document.version:
-            return chunks
+            if chunks and chunks[0].version == document.version:
+                return chunks
         return self._retriever.splitter.split(document, progress.check)
 
-    def _check_lengths(self, documents: Iterable[Document], progress: Progress) -> None:
-        """Refuse documents of which a chunk, and what it is computed after, are longer than the model's positions.
+    def _check_lengths(self, id_: str, chunks: Sequence[Sequence[int]]) -> None:
+        """Refuse a document of which a chunk, and what it is computed after, are longer than the model's positions.
 
         Raises:
-            PromptTooLongError: a document has such a chunk.
+            PromptTooLongError: the document has such a chunk.
         """
-        splitter, max_positions = self._retriever.splitter, self._encoder.fusor.max_positions
+        longest, max_positions = max(map(len, chunks), default=0), self._encoder.fusor.max_positions
         before = len(self._encoder.prefix_ids) + len(self._encoder.context.filler_ids)
-        chunk_tokens = splitter.config.chunk_tokens
-        if max_positions is None or before + 2 * chunk_tokens <= max_positions:  # a chunk is a little over chunk_tokens
-            return
-        for document in documents:
-            longest = max(len(chunk.token_ids) for chunk in splitter.split(document, progress.check))
-            if before + longest > max_positions:
-                raise PromptTooLongError(
-                    f"document {document.id!r} has a chunk of {longest} tokens, and the model {max_positions} positions, of "
-                    f"which {before} are for what stands before it; lower chunk_tokens={chunk_tokens}"
-                )
+        if max_positions is not None and before + longest > max_positions:
+            raise PromptTooLongError(
+                f"document {id_!r} has a chunk of {longest} tokens, and the model {max_positions} positions, of which "
+                f"{before} are for what stands before it; lower chunk_tokens={self._retriever.splitter.config.chunk_tokens}"
+            )
 
 
 def ingest(documents: Documents, given: Iterable[Mapping[str, object]], progress: Progress) -> IngestReport:
@@ -280,3 +279,84 @@ def batches(documents: Iterable[Document], batch_documents: int) -> Iterator[lis
             batch = []
     if batch:
         yield batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmConfig:
+    """A running vLLM that documents are given to.
+
+    Raises:
+        ConfigError: no HTTP address.
+    """
+
+    vllm: str | None = option(
+        None, "Give the documents to a running vLLM with CacheBlendConnector, http://host:8000; it stores their chunks' KV."
+    )
+    vllm_api_key: str | None = option(None, "Key of that vLLM (its --api-key).", secret=True)
+
+    def __post_init__(self) -> None:
+        if self.vllm is not None and not re.match(r"https?://[^/]", self.vllm, re.IGNORECASE):
+            raise ConfigError("vllm", self.vllm, "an address such as http://localhost:8000")
+
+    @property
+    def route(self) -> str:
+        """Where documents are posted to; the address may end with /v1, as OpenAI's clients take it."""
+        return (self.vllm or "").rstrip("/").removesuffix("/v1") + VLLM_ROUTE
+
+
+def upload_documents(
+    documents: Iterable[Document], config: VllmConfig, faults: dict[str, str], progress: Progress
+) -> IngestReport:
+    """Have a running vLLM store the KV of documents' chunks; what it has stored before is not computed again.
+
+    Args:
+        documents: read one at a time.
+        config: the vLLM.
+        faults: collects the documents that it refuses, and why.
+        progress: follows the upload; `tokens` are those of documents of which KV was computed.
+
+    Raises:
+        ServiceError: it does not answer, or has no such route; the same call goes on where it was.
+        InputError: it refuses the key.
+    """
+    started, report = time.monotonic(), IngestReport()
+    headers = {"Authorization": f"Bearer {config.vllm_api_key}"} if config.vllm_api_key else {}
+    with httpx.Client(headers=headers, timeout=VLLM_TIMEOUT_S) as client:  # without redirects: the key is for this host
+        for done, document in enumerate(documents, 1):
+            try:
+                report += _post(client, config, document)
+            except _RefusedError as error:
+                faults[document.id] = f"{document.id}: {error}"
+            progress.documents, progress.tokens = done, report.tokens
+            progress.note_batch()
+    return replace(report, seconds=time.monotonic() - started)
+
+
+class _RefusedError(InputError):
+    """A document that vLLM refuses."""
+
+
+def _post(client: httpx.Client, config: VllmConfig, document: Document) -> IngestReport:
+    """Post a document, and report what was stored; raises as `upload_documents` does."""
+    try:
+        answer = client.post(config.route, json={"documents": [{"title": document.title, "text": document.text}]})
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        why = str(error) or type(error).__name__
+        raise ServiceError(f"{config.vllm} does not answer ({why}); is it running?") from error
+    body: dict[str, Any] = {}
+    with suppress(ValueError, TypeError):  # of another server
+        body = dict(answer.json())
+    if answer.is_success and {"chunks", "stored_chunks", "tokens"} <= body.keys():
+        chunks, computed = int(body["chunks"]), int(body["stored_chunks"])
+        tokens = int(body["tokens"]) if computed else 0
+        return IngestReport(documents=1, chunks=chunks, computed=computed, already_stored=chunks - computed, tokens=tokens)
+    match answer.status_code:
+        case 400 | 413 | 422:
+            refusal = body.get("error")
+            raise _RefusedError(str(refusal.get("message") if isinstance(refusal, dict) else answer.reason_phrase))
+        case 401 | 403:
+            raise InputError(f"{config.vllm} refuses the key ({answer.status_code}); give --vllm-api-key")
+        case 200 | 404 | 405:
+            remedy = "start vLLM with CacheBlendConnector and VLLM_PLUGINS=cacheblend"
+            raise ServiceError(f"{config.vllm} has no {VLLM_ROUTE}: {remedy}")
+    raise ServiceError(f"{config.vllm} answers {answer.status_code}: {answer.text[:200] or answer.reason_phrase}")

@@ -13,7 +13,6 @@ import socket
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
@@ -29,20 +28,11 @@ SUFFIXES |= {"application/x-ndjson": ".jsonl", "application/json": ".txt", "appl
 MAX_BYTES, MAX_REDIRECTS, MAX_URL_CHARACTERS = 64 * 2**20, 5, 2000
 TIMEOUT_S = 60.0  # of a file, with its redirects
 HEADERS = {"User-Agent": "cacheblend", "Accept": "*/*", "Accept-Encoding": "gzip"}
+NAT64, GLOBAL_V6 = ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("2000::/3")
 # Networks that `is_global` passes: clouds' own services, and addresses that hold another one.
-INTERNAL = ["192.0.0.0/24", "168.63.129.16/32", "64:ff9b:1::/48", "fec0::/10", "::/96", "::ffff:0:0:0/96", "2002::/16"]
-NAT64, *INTERNAL_NETWORKS = map(ipaddress.ip_network, ("64:ff9b::/96", "2001::/32", *INTERNAL))
+INTERNAL = [ipaddress.ip_network(each) for each in ("192.0.0.0/24", "168.63.129.16/32", "2001::/32", "2002::/16")]
 _TITLE = re.compile(r"<title[^>]*>([^<]{1,300})</title>", re.IGNORECASE)
 _CHARSET = re.compile(r"(utf|iso|cp|windows|latin|koi8|shift|sjis|euc|gb|big5|us-ascii)", re.IGNORECASE)  # others may be slow
-
-
-@dataclass(frozen=True, slots=True)
-class WebFile:
-    """A fetched file: its path, the URL that is its id, and its title."""
-
-    path: Path
-    url: str
-    title: str
 
 
 def addresses_of(host: str) -> list[str]:
@@ -54,9 +44,11 @@ def addresses_of(host: str) -> list[str]:
 def is_public(address: str) -> bool:
     """Whether an IP address is one of the internet, also where it holds another one."""
     ip = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(ip, ipaddress.IPv6Address):
-        ip = ip.ipv4_mapped or (ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in NAT64 else ip)
-    return ip.is_global and not ip.is_multicast and not any(ip in network for network in INTERNAL_NETWORKS)
+    if isinstance(ip, ipaddress.IPv6Address) and ip not in GLOBAL_V6:
+        if ip.ipv4_mapped is None and ip not in NAT64:
+            return False
+        ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+    return ip.is_global and not ip.is_multicast and not any(ip in network for network in INTERNAL)
 
 
 class WebFiles:
@@ -78,26 +70,23 @@ class WebFiles:
     ) -> None:
         self._allow_private, self._timeout_s, self._max_bytes, self._resolver = allow_private, timeout_s, max_bytes, resolver
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._files = dict[str, WebFile | InputError]()
+        self._files = dict[str, tuple[Path, str] | InputError]()
 
-    def fetch(self, url: str) -> WebFile:
-        """The file at a URL.
+    def fetch(self, url: str) -> tuple[Path, str]:
+        """The file at a URL, and its title.
 
         Raises:
             InputError: it cannot be had, is too large, too slow, at a private address, or has too many redirects.
         """
         if url not in self._files:
-            self._folder = self._folder or tempfile.TemporaryDirectory(prefix="cacheblend-web-")
             try:
-                self._files[url] = asyncio.run(self._fetch(url, Path(self._folder.name) / str(len(self._files))))
+                self._files[url] = asyncio.run(self._fetch(url))
             except InputError as error:
                 self._files[url] = error  # a source is read twice; the second time it fails at once
-            except (TimeoutError, httpx.TimeoutException):
-                why = f"not fetched within {self._timeout_s:g} s; fetch it by hand and ingest the file"
-                self._files[url] = InputError(f"{url}: {why}")
             except (OSError, UnicodeError, httpx.HTTPError, httpx.InvalidURL) as error:
-                why = f"cannot be fetched ({error or type(error).__name__}); look at it in a browser"
-                self._files[url] = InputError(f"{url}: {why}")
+                late = f"not fetched within {self._timeout_s:g} s" if isinstance(error, TimeoutError) else ""
+                why = late or f"cannot be fetched ({str(error) or type(error).__name__})"
+                self._files[url] = InputError(f"{url}: {why}; look at it in a browser, or ingest a copy")
         if isinstance(found := self._files[url], InputError):
             raise found
         return found
@@ -106,19 +95,17 @@ class WebFiles:
         """Remove the files."""
         if self._folder is not None:
             self._folder.cleanup()
-        self._folder = None
-        self._files.clear()
 
-    async def _fetch(self, named: str, folder: Path) -> WebFile:
+    async def _fetch(self, named: str) -> tuple[Path, str]:
         url = httpx.URL(named)
-        async with asyncio.timeout(self._timeout_s), httpx.AsyncClient(trust_env=False, timeout=self._timeout_s) as client:
+        async with asyncio.timeout(self._timeout_s), httpx.AsyncClient(trust_env=False, timeout=None) as client:
             for _ in range(MAX_REDIRECTS + 1):
                 there = url.copy_with(host=await self._address(url, named), fragment=None)
                 headers = {**HEADERS, "Host": url.netloc.decode()}
                 name = {"sni_hostname": url.raw_host.decode()}  # that the certificate must have
                 async with client.stream("GET", there, headers=headers, extensions=name) as answer:
                     if not answer.has_redirect_location:
-                        return _saved(answer, await self._body(answer, named), url, named, folder)
+                        return self._saved(answer, await self._body(answer, named), url)
                 url, last = url.join(answer.headers["Location"]), url
                 if (last.scheme, url.scheme) == ("https", "http"):
                     raise InputError(f"{named}: leads from https to http; name {url} if you want that")
@@ -137,8 +124,8 @@ class WebFiles:
     async def _body(self, answer: httpx.Response, named: str) -> bytes:
         if answer.status_code != httpx.codes.OK:
             raise InputError(f"{named}: the server says {answer.status_code} {answer.reason_phrase}; look at it in a browser")
-        if answer.headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity", "gzip"):
-            raise InputError(f"{named}: it comes compressed otherwise than asked; fetch it by hand and ingest it")
+        if (packed := answer.headers.get("Content-Encoding", "").strip().lower()) not in ("", "identity", "gzip"):
+            raise InputError(f"{named}: it comes packed as {packed!r}, unasked; fetch it by hand and ingest it")
         body = bytearray()
         async for part in answer.aiter_bytes():
             body += part
@@ -146,18 +133,18 @@ class WebFiles:
                 raise InputError(f"{named}: larger than {self._max_bytes / 2**20:g} MiB; fetch it by hand and split it")
         return bytes(body)
 
-
-def _saved(answer: httpx.Response, body: bytes, url: httpx.URL, named: str, folder: Path) -> WebFile:
-    """An answer's body in a file, whose suffix names its kind."""
-    name = PurePosixPath(unquote(url.path))
-    kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-    suffix = SUFFIXES.get(kind) or (name.suffix.lower() if name.suffix[1:].isalnum() else ".txt")
-    charset = answer.charset_encoding or ""
-    if suffix in (PAGE_SUFFIX, ".txt", ".md", ".csv") and _CHARSET.match(charset):
-        with suppress(LookupError, UnicodeError):  # where the server is wrong, the file's own bytes decide
-            body = body.decode(charset).encode()
-    found = _TITLE.search(body[: 2**16].decode(errors="replace")) if suffix == PAGE_SUFFIX else None
-    folder.mkdir()
-    (path := folder / f"file{suffix}").write_bytes(body)
-    title = " ".join(html.unescape(found[1]).split()) if found else name.stem
-    return WebFile(path, named.partition("#")[0], title or url.host)
+    def _saved(self, answer: httpx.Response, body: bytes, url: httpx.URL) -> tuple[Path, str]:
+        """An answer's body in a file, whose suffix names its kind, and its title."""
+        name = PurePosixPath(unquote(url.path))
+        kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        suffix = SUFFIXES.get(kind) or (name.suffix.lower() if name.suffix[1:].isalnum() else ".txt")
+        charset = answer.charset_encoding or ""
+        if suffix in (PAGE_SUFFIX, ".txt", ".md", ".csv") and _CHARSET.match(charset):
+            with suppress(LookupError, UnicodeError):  # where the server is wrong, the file's own bytes decide
+                body = body.decode(charset).encode()
+        found = _TITLE.search(body[: 2**16].decode(errors="replace")) if suffix == PAGE_SUFFIX else None
+        self._folder = self._folder or tempfile.TemporaryDirectory(prefix="cacheblend-web-")
+        path = Path(self._folder.name, f"{len(self._files)}{suffix}")
+        path.write_bytes(body)
+        title = " ".join(html.unescape(found[1]).split()) if found else name.stem
+        return path, title or url.host

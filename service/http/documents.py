@@ -22,12 +22,11 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from cacheblend.base.errors import InputError, MissingExtraError, StoreFullError
 from cacheblend.base.threads import Check, Progress
 from cacheblend.retriever.document import NO_ID
-from cacheblend.service.engine.document_sources import JSONL_SUFFIXES, PARQUET_SUFFIX, file_documents
+from cacheblend.service.engine.document_sources import JSONL_SUFFIXES, file_documents
 from cacheblend.service.engine.documents import DocumentStatus, shown_chunk
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.file_converter import MAX_CHARACTERS, MAX_UNPACKED_BYTES, FileConverter
 from cacheblend.service.engine.ingest import IngestReport
-from cacheblend.service.engine.json_lines import LineLimits
 
 from .guard import ApiError, JsonRoute, read_json, refused, shortened
 from .schemas import DocumentBody, StrictModel, Text
@@ -38,7 +37,6 @@ _Result = TypeVar("_Result")
 LISTED, MAX_LISTED = 100, 1000  # documents of a page
 FORM_FIELDS = ("file", "id")
 MAX_NAME_CHARACTERS = 200  # of a file, and of an upload in a list
-LINE_LIMITS = LineLimits(lines=200_000, decompressed_bytes=MAX_UNPACKED_BYTES)
 CHECK_EVERY_S = 0.1  # while a file is read: other uploads have their turns then, and a line is read in less
 _SUFFIX = re.compile(r"(\.jsonl\.gz|\.[a-z0-9]{1,8})$")  # says of which kind a file is; names in a file system hold few bytes
 
@@ -102,8 +100,7 @@ async def ls(
     """
 
     def list_page(engine: Engine) -> Response:  # written out here too: many documents need long
-        read = engine.documents.files if by == "file" else engine.documents.page
-        documents, has_more = read(limit, after, newest_first=order == "desc")
+        documents, has_more = engine.documents.page(limit, after, by_file=by == "file", newest_first=order == "desc")
         ids: list[str | None] = [document.id for document in documents] or [None]
         page = {"object": "list", "first_id": ids[0], "last_id": ids[-1], "has_more": has_more}
         return JSONResponse({**page, "data": [_body(document) for document in documents]})
@@ -141,7 +138,7 @@ async def delete(id_: str, request: Request) -> dict[str, Any]:
 @router.post("/v1/documents/{id_:path}/pin")
 async def pin(id_: str, body: PinBody, request: Request) -> dict[str, Any]:
     """Spare a document's KV from evictions, or no longer."""
-    return _body(await _known(request, lambda it: it.documents.pin(id_) if body.pinned else it.documents.unpin(id_)))
+    return _body(await _known(request, lambda engine: engine.documents.pin(id_, pinned=body.pinned)))
 
 
 @router.get("/v1/ingests")
@@ -243,14 +240,12 @@ def _read_file(server: Server, id_: str, name: str, raw: bytes, check: Check) ->
             check()
             checked_at = time.monotonic()
 
-    if name.lower().endswith(PARQUET_SUFFIX):
-        raise refused("file", "only `cacheblend ingest` reads Parquet; send its rows as JSON lines")
     max_documents, documents, characters = server.http.max_documents, list[dict[str, Any]](), 0
     with _written(server.uploads_folder, name, raw) as path, FileConverter() as converter:
         try:
             title = PurePosixPath(name).stem
             for document in file_documents(
-                path, id_, converter, title=title, where=name, check=check_in_time, limits=LINE_LIMITS
+                path, id_, converter, title=title, where=name, check=check_in_time, max_bytes=MAX_UNPACKED_BYTES
             ):
                 documents.append(document)
                 characters += len(document["text"])

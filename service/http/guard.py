@@ -42,8 +42,8 @@ from cacheblend.base.errors import (
 )
 from cacheblend.base.memory import return_freed_memory
 from cacheblend.retriever.document import NO_ID
+from cacheblend.service.engine.document_sources import check_json
 from cacheblend.service.engine.engine import Engine
-from cacheblend.service.engine.json_lines import check_values
 
 from .config import HOST_NAME, HttpConfig, TenantConfig, hash_key
 from .schemas import TAGS
@@ -431,9 +431,9 @@ async def read_json(request: Request, model: type[_Model]) -> _Model:
 
 
 def read_body(raw: bytes, model: type[_Model]) -> _Model:
-    """Read a body and check it; an `ApiError` says what is no JSON, too much (`check_values`), or not allowed in a field."""
+    """Read a body and check it; an `ApiError` says what is no JSON, too much (`check_json`), or not allowed in a field."""
     try:
-        check_values(raw, "the body")
+        check_json(raw, "the body")
     except InputError as error:
         raise ApiError(413, str(error), code="body_too_large") from None
     try:

@@ -1,4 +1,4 @@
-"""The commands and programs that the pages show: command lines parse, `curl` and clients run against a service, engines run."""
+"""What pages and examples show: command lines parse, `curl` and clients run against a service, programs run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from typing import Any
 
 import httpx
 import pytest
-from api import listening
+from api import MODEL, listening
 from engines import QUESTION, OpenEngine
 from fakes import FakeEmbedder
+from script_modules import load_script
 from typer.main import get_command
 
 from cacheblend.cli import main as cli
@@ -258,3 +259,30 @@ def test_the_chain_of_the_docs(open_engine: OpenEngine) -> None:
     exec(compile(program, "service.md", "exec"), names)
     reply = names["chain"].invoke(QUESTION)  # type: ignore[attr-defined]  # the program made it
     assert reply.usage_metadata["input_token_details"]["cache_read"] > 0, "no chunk was found in the prompt"
+
+
+def test_the_plain_function(open_engine: OpenEngine) -> None:
+    """The second answer reuses what the first one missed."""
+    first, second = load_script("plain_function", ROOT / "examples").run(open_engine())
+    assert (first.plan.hits, first.plan.misses, second.plan.misses) == (0, second.plan.hits, 0)
+
+
+def test_the_chain_of_the_examples(open_engine: OpenEngine) -> None:
+    """The chain's answer is the text of `Engine.answer`, from stored KV."""
+    pytest.importorskip("langchain_core", reason="langchain-core is not installed: pip install 'cacheblend[langchain]'")
+    engine = open_engine()
+    message = load_script("langchain_chain", ROOT / "examples").run(engine, "Who signs off journeys?")
+    assert message.content == engine.answer("Who signs off journeys?", num_chunks=2).text
+    assert message.response_metadata["plan"]["hits"] == 2
+
+
+def test_the_openai_client(open_engine: OpenEngine) -> None:
+    """The client uploads documents and reads the stream."""
+    openai, engine = pytest.importorskip("openai"), open_engine()
+    with (
+        Server(engine.config, http=HttpConfig(served_model_name=MODEL), engine=engine) as server,
+        listening(server) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        assert load_script("openai_client", ROOT / "examples").run(client)
+    assert {document.id for document in engine.documents.ls()} == {"travel", "leave"}

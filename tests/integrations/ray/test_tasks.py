@@ -116,27 +116,6 @@ def test_ray_is_not_installed(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert not store.exists()
 
 
-def test_parquet(tmp_path: Path) -> None:
-    """Rows of a Parquet file are documents; one without texts, and one that is damaged, are named."""
-    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed; pip install 'cacheblend[ray]'")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    rows = {
-        "id": list(range(100)),
-        "title": [None] * 100,
-        "text": [f"row {number}" for number in range(100)],
-        "more": [1.0] * 100,
-    }
-    parquet.write_table(arrow.table(rows), tmp_path / "rows.parquet")
-    documents = list(DocumentStream([str(tmp_path / "rows.parquet")]))
-    assert [(one.id, one.title, one.text) for one in documents] == [(str(number), "", f"row {number}") for number in range(100)]
-    parquet.write_table(arrow.table({"words": ["a"]}), tmp_path / "other.parquet")
-    with pytest.raises(InputError, match="no column 'text'; its columns are words"):
-        list(DocumentStream([str(tmp_path / "other.parquet")]))
-    (tmp_path / "damaged.parquet").write_bytes((tmp_path / "rows.parquet").read_bytes()[:-20])
-    with pytest.raises(InputError, match="no Parquet file"):
-        list(DocumentStream([str(tmp_path / "damaged.parquet")]))
-
-
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
     """An engine whose remote tier takes little on the way."""

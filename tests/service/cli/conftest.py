@@ -22,8 +22,12 @@ def run(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path, mon
 
 @pytest.fixture
 def passages(tmp_path: Path) -> Path:
-    """Three documents, as a file of documents and one case."""
+    """Three documents in a file."""
     path = tmp_path / "passages.jsonl"
-    case = {"question": "?", "passages": [{key: document[key] for key in ("title", "text")} for document in DOCUMENTS[1:3]]}
-    path.write_text(json.dumps(DOCUMENTS[0]) + "\n\n" + json.dumps(case) + "\n", encoding="utf-8")
+    lines = [
+        json.dumps(DOCUMENTS[0]),
+        "",
+        *(json.dumps({key: one[key] for key in ("title", "text")}) for one in DOCUMENTS[1:3]),
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
     return path

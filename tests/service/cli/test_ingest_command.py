@@ -62,8 +62,8 @@ def test_a_bad_line_is_named(run: CommandLine, tmp_path: Path) -> None:
     broken = tmp_path / "broken.jsonl"
     for second, says in (
         ('{"text": ', "not JSON"),
-        ('{"title": "no text"}', "neither a document"),
-        ("[1]", "neither a document"),
+        ('{"title": "no text"}', "not a document"),
+        ("[1]", "not a document"),
     ):
         broken.write_text(json.dumps(DOCUMENTS[0]) + "\n" + second + "\n", encoding="utf-8")
         outcome = run.on_store("ingest", str(broken))

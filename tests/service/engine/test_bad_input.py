@@ -111,6 +111,7 @@ def options(model_dir: Path, tmp_path: Path, **more: object) -> dict[str, object
         ("ram_budget_bytes", 0),
         ("nvme_budget_bytes", 0),
         ("embedder", ""),
+        ("kv_cache_dtype", "zip"),
     ],
 )
 def test_bad_settings(model_dir: Path, tmp_path: Path, field: str, value: object) -> None:

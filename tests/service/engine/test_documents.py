@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import CHUNK_TOKENS, DOCUMENTS, QUESTION, TOP_K, OpenEngine, furthest, key_of
+from engines import DOCUMENTS, QUESTION, TOP_K, OpenEngine, furthest, key_of
 
-from cacheblend.base.errors import ConfigError, DocumentChangedError, InputError, StoreFullError
+from cacheblend.base.errors import DocumentChangedError, InputError, StoreFullError
 from cacheblend.base.sqlite import Database
 from cacheblend.retriever import Retriever
 from cacheblend.retriever.catalog import Catalog as IndexCatalog
@@ -46,37 +46,32 @@ def test_ls_and_show(engine: Engine) -> None:
     assert "".join(chunk.text for chunk in chunks).endswith(str(FIRST["text"])[-20:])
 
 
-def test_joined_pages_are_in_order(engine: Engine) -> None:
-    """A file of pages and joined pages is shown from its first page to its last."""
-    ids = [f"r.pdf#page={page}" for page in ("1", "2-3", "4", "10", "11-12")]
-    engine.ingest([{"id": id_, "text": f"words of {id_}"} for id_ in reversed(ids)])
-    assert list(dict.fromkeys(chunk.document_id for chunk in engine.documents.show("r.pdf")[1])) == ids
-
-
 def test_the_parts_of_a_file_are_one(engine: Engine) -> None:
     """A file's pages are one row, in the place of the first, and its name shows, pins and deletes all of them."""
-    pages = [{"id": f"f/report.pdf#page={page}", "title": f"report, page {page}", "text": f"page {page}"} for page in (2, 10)]
+    pages = [
+        {"id": f"f/report.pdf#page={page}", "title": f"report, page {page}", "text": f"page {page}"} for page in ("10", "2-3")
+    ]
     engine.ingest([pages[0], {"id": "note", "text": "between"}, pages[1], {"id": "f/report.pdf.txt", "text": "another"}])
     documents = engine.documents
-    files, has_more = documents.files()
+    files, has_more = documents.page(by_file=True)
     names = [document["id"] for document in DOCUMENTS] + ["f/report.pdf", "note", "f/report.pdf.txt"]
     assert ([file.id for file in files], has_more) == (names, False)
     file = files[-3]
     assert (file.title, file.parts, file.pinned) == ("report.pdf", 2, False)
     assert file.stored_bytes == sum(documents.status(str(page["id"])).stored_bytes for page in pages) > 0
-    paged, has_more = documents.files(1, after=names[-4])
+    paged, has_more = documents.page(1, names[-4], by_file=True)
     assert (paged, has_more) == ([file], True)
-    assert [status.id for status in documents.files(after="f/report.pdf")[0]] == names[-2:]
+    assert [status.id for status in documents.page(by_file=True, after="f/report.pdf")[0]] == names[-2:]
     status, chunks = documents.show("f/report.pdf")
-    assert (status, [chunk.document_id for chunk in chunks]) == (file, [page["id"] for page in pages])
+    assert (status, [chunk.document_id for chunk in chunks]) == (file, [page["id"] for page in reversed(pages)])
     assert len(documents.places(chunks)) == len(chunks)
     assert documents.pin("f/report.pdf").pinned
     assert documents.status(str(pages[1]["id"])).pinned
-    assert not documents.unpin("f/report.pdf").pinned
+    assert not documents.pin("f/report.pdf", pinned=False).pinned
     assert documents.delete("f/report.pdf") == file
     assert [status.id for status in documents.ls()] == [name for name in names if name != "f/report.pdf"]
     with pytest.raises(InputError, match="there is no such document"):
-        documents.files(after="f/report.pdf")
+        documents.page(by_file=True, after="f/report.pdf")
 
 
 def test_a_page_of_files_reads_no_other_documents(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +79,9 @@ def test_a_page_of_files_reads_no_other_documents(engine: Engine, monkeypatch: p
     ids = [f"{name}#page={page}" for page in (1, 2, 3) for name in ("a.pdf", "b.pdf")] + ["c"]
     engine.ingest([{"id": id_, "text": f"the text of {id_}"} for id_ in ids])
     engine.ingest([{"id": "a.pdf#page=1", "text": "another first page, which is the last document now"}])
-    documents, after, names = Documents(engine.retriever, engine.store, listed=2), ID, list[str]()
+    documents, after, names = engine.documents, ID, list[str]()
     while True:
-        [file], has_more = documents.files(1, after)
+        [file], has_more = documents.page(1, after, by_file=True)
         assert file == documents.status(file.id)
         names.append(after := file.id)
         if not has_more:
@@ -96,7 +91,7 @@ def test_a_page_of_files_reads_no_other_documents(engine: Engine, monkeypatch: p
     version = engine.retriever.version
     monkeypatch.setattr(engine.retriever, "version", lambda id_: (looked_at.append(id_), version(id_))[1])
     monkeypatch.setattr(engine.store.documents, "ls", lambda: pytest.fail("reads every document"))
-    assert [file.id for file in documents.files(1, ID)[0]] == names[:1]
+    assert [file.id for file in documents.page(1, ID, by_file=True)[0]] == names[:1]
     assert set(looked_at) <= {ID, *names[:2]}
 
 
@@ -105,10 +100,10 @@ def test_files_that_the_store_alone_knows(engine: Engine) -> None:
     engine.ingest([{"id": f"{name}#page={page}", "text": f"{name} {page}"} for name in ("a.pdf", "b.pdf") for page in (1, 2)])
     for id_ in ("a.pdf#page=1", "a.pdf#page=2", "b.pdf#page=2"):
         engine.retriever.delete(id_)
-    files = engine.documents.files()[0]
+    files = engine.documents.page(by_file=True)[0]
     assert [(file.id, file.parts) for file in files[-2:]] == [("b.pdf", 2), ("a.pdf", 2)]
-    assert engine.documents.files(after="b.pdf") == ([files[-1]], False)
-    assert engine.documents.files(after="a.pdf") == ([], False)
+    assert engine.documents.page(by_file=True, after="b.pdf") == ([files[-1]], False)
+    assert engine.documents.page(by_file=True, after="a.pdf") == ([], False)
 
 
 def test_the_newest_first(engine: Engine) -> None:
@@ -117,10 +112,10 @@ def test_the_newest_first(engine: Engine) -> None:
     for id_ in ("a.pdf#page=1", "b", "a.pdf#page=2", names[0]):
         engine.ingest([{"id": id_, "title": "", "text": f"words of {id_} once more"}])
     expected = [names[0], "a.pdf", "b", *reversed(names[1:])]
-    assert [status.id for status in engine.documents.files(newest_first=True)[0]] == expected
+    assert [status.id for status in engine.documents.page(by_file=True, newest_first=True)[0]] == expected
     listed, after, has_more = list[str](), None, True
     while has_more:
-        [status], has_more = engine.documents.files(1, after, newest_first=True)
+        [status], has_more = engine.documents.page(1, after, by_file=True, newest_first=True)
         listed.append(after := status.id)
     assert listed == expected
     page, _ = engine.documents.page(3, newest_first=True)
@@ -130,9 +125,9 @@ def test_the_newest_first(engine: Engine) -> None:
 def test_a_documents_own_name_is_no_files(engine: Engine) -> None:
     """Where a document has the name of a file itself, the name means that document alone."""
     engine.ingest([{"id": "a", "text": "itself"}, {"id": "a#page=1", "text": "its page"}])
-    assert [status.id for status in engine.documents.files()[0]][-2:] == ["a", "a#page=1"]
+    assert [status.id for status in engine.documents.page(by_file=True)[0]][-2:] == ["a", "a#page=1"]
     engine.documents.delete("a")
-    assert [(status.id, status.parts) for status in engine.documents.files()[0]][-1] == ("a", 1)
+    assert [(status.id, status.parts) for status in engine.documents.page(by_file=True)[0]][-1] == ("a", 1)
     assert engine.documents.status("a").chunks == engine.documents.status("a#page=1").chunks
 
 
@@ -168,16 +163,24 @@ def test_deletions_do_not_come_between_an_ingests_halves(engine: Engine, monkeyp
     assert engine.store.documents.get(ID) is None
 
 
-def test_a_deletion_takes_no_chunk_of_a_document_on_its_way(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """KV that an ingest found stored, and that goes with another document before it ends, is computed then."""
+def while_computing(engine: Engine, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object], chunk: int = 0) -> None:
+    """Have something happen once while an ingest computes, when the chunks before this one are written."""
     precompute_documents = engine.fusor.precompute_documents
 
-    def delete_meanwhile(*arguments: Any, **options: Any) -> Iterator[ChunkKV]:
-        monkeypatch.undo()
-        engine.documents.delete(ID)
-        return precompute_documents(*arguments, **options)
+    def slow(*arguments: Any, **options: Any) -> Iterator[ChunkKV]:
+        for number, kv in enumerate(precompute_documents(*arguments, **options)):
+            if number == chunk:
+                monkeypatch.undo()
+                engine.store.flush()
+                act()
+            yield kv
 
-    monkeypatch.setattr(engine.fusor, "precompute_documents", delete_meanwhile)
+    monkeypatch.setattr(engine.fusor, "precompute_documents", slow)
+
+
+def test_a_deletion_takes_no_chunk_of_a_document_on_its_way(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV that an ingest found stored, and that goes with another document before it ends, is computed then."""
+    while_computing(engine, monkeypatch, lambda: engine.documents.delete(ID))
     report = engine.ingest([{**FIRST, "id": "twin"}, {"id": "new", "text": "words of its own"}])
     assert [status.id for status in engine.documents.ls()][-2:] == ["twin", "new"]
     assert keys_of(engine, "twin") <= stored(engine)
@@ -186,15 +189,8 @@ def test_a_deletion_takes_no_chunk_of_a_document_on_its_way(engine: Engine, monk
 
 def test_an_unchanged_document_that_is_deleted_meanwhile(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A document that an ingest found unchanged, and that is deleted before it ends, stays deleted; nothing else comes."""
-    precompute_documents = engine.fusor.precompute_documents
-
-    def delete_meanwhile(*arguments: Any, **options: Any) -> Iterator[ChunkKV]:
-        monkeypatch.undo()
-        engine.documents.delete(ID)
-        return precompute_documents(*arguments, **options)
-
     others = stored(engine) - keys_of(engine, ID)
-    monkeypatch.setattr(engine.fusor, "precompute_documents", delete_meanwhile)
+    while_computing(engine, monkeypatch, lambda: engine.documents.delete(ID))
     with pytest.raises(DocumentChangedError, match=ID):
         engine.ingest([FIRST, {"id": "new", "text": "words of its own"}])
     assert not {ID, "new"} & {status.id for status in engine.documents.ls()}
@@ -259,11 +255,11 @@ def test_pin(open_ingested: OpenEngine) -> None:
         assert pinned <= stored(engine)
         engine.ingest([{**FIRST, "text": f"{FIRST['text']} Another end."}])
         assert engine.documents.show(ID)[0].pinned
-        engine.documents.unpin(ID)
+        engine.documents.pin(ID, pinned=False)
         assert not engine.documents.show(ID)[0].pinned
 
 
-@pytest.mark.parametrize("action", ["show", "delete", "pin", "unpin"])
+@pytest.mark.parametrize("action", ["show", "delete", "pin"])
 def test_unknown_documents(engine: Engine, action: str) -> None:
     """A document that is not there is named, with where to look."""
     with pytest.raises(InputError, match=r"'nothing'.*documents ls"):
@@ -290,13 +286,6 @@ def test_codecs(open_ingested: OpenEngine, codec: str, most: float) -> None:
         assert engine.store.stats().nvme.entries == 2 * sum(len(keys_of(engine, str(document["id"]))) for document in OTHERS)
 
 
-def test_unknown_codec(open_engine: OpenEngine, tmp_path: Path) -> None:
-    """A codec that does not exist is refused with the ones that do, before anything is made."""
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype='zip'.*int4"):
-        open_engine(kv_cache_dtype="zip", chunk_tokens=CHUNK_TOKENS)
-    assert not (tmp_path / "store").exists()
-
-
 @contextmanager
 def other_process(engine: Engine) -> Iterator[Documents]:
     """The documents of an engine's folder as another process, such as the command line, has them open."""
@@ -306,20 +295,6 @@ def other_process(engine: Engine) -> Iterator[Documents]:
         IndexedDocuments.open(folder / "index") as index,
     ):
         yield Documents(index, store)
-
-
-def during_the_second_chunk(engine: Engine, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
-    """Have something happen while an upload computes, when its first chunk's KV is written already."""
-    precompute_documents = engine.fusor.precompute_documents
-
-    def slow(*arguments: Any, **options: Any) -> Iterator[ChunkKV]:
-        for number, kv in enumerate(precompute_documents(*arguments, **options)):
-            if number == 1:
-                engine.store.flush()
-                act()
-            yield kv
-
-    monkeypatch.setattr(engine.fusor, "precompute_documents", slow)
 
 
 def entries_of(engine: Engine) -> list[Path]:
@@ -337,7 +312,6 @@ def test_changed_while_its_upload_computes(
     engine.ingest([{"id": ID, "text": "what was there before"}])
 
     def act() -> None:
-        monkeypatch.undo()
         if change == "replace":
             (engine if where == "here" else other).ingest([{"id": ID, "text": "quite other words"}])
         elif where == "here":
@@ -346,7 +320,7 @@ def test_changed_while_its_upload_computes(
             with other_process(engine) as documents:
                 documents.delete(ID)
 
-    during_the_second_chunk(engine, monkeypatch, act)
+    while_computing(engine, monkeypatch, act, chunk=1)
     with pytest.raises(DocumentChangedError, match="'for' was deleted or replaced"):
         engine.ingest([FIRST])
     engine.store.flush()
@@ -438,7 +412,7 @@ def test_pinning_on_a_full_disk(engine: Engine, monkeypatch: pytest.MonkeyPatch)
         full_until(lambda: not reserve.exists(), reserve.parent, patch)
         engine.documents.pin(ID)
         assert engine.documents.status(ID).pinned
-        engine.documents.unpin(ID)
+        engine.documents.pin(ID, pinned=False)
     assert not engine.documents.status(ID).pinned
 
 

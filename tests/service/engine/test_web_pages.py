@@ -114,7 +114,7 @@ def test_documents_of_urls(site: str) -> None:
 def test_a_charset_of_what_is_no_text(site: str, path: str) -> None:
     """The charset that some servers send with every file leaves the bytes of PDF and Office files as they are."""
     with closing(WebFiles(allow_private=True)) as web:
-        assert web.fetch(f"{site}{path}").path.read_bytes() == BINARY
+        assert web.fetch(f"{site}{path}")[0].read_bytes() == BINARY
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_redirect_is_checked_too(site: str) -> None:
         return ["127.0.0.1"]
 
     with closing(WebFiles(allow_private=True, resolver=resolver)) as web:
-        assert b"drawer" in web.fetch(f"http://innocent.example:{port}/moved").path.read_bytes()
+        assert b"drawer" in web.fetch(f"http://innocent.example:{port}/moved")[0].read_bytes()
     assert looked_up == ["innocent.example"] * 3
     with closing(WebFiles(allow_private=True, resolver=resolver)) as web, pytest.raises(InputError, match="no http or https"):
         web.fetch(f"http://innocent.example:{port}/file")

@@ -22,7 +22,7 @@ from starlette.types import Message
 
 from cacheblend.base.errors import InputError
 from cacheblend.service import Engine
-from cacheblend.service.engine.json_lines import MAX_TEXT_BYTES, MAX_VALUES, PIECE_BYTES, check_values
+from cacheblend.service.engine.document_sources import MAX_TEXT_BYTES, MAX_VALUES, PIECE_BYTES, check_json
 from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.documents import IngestBody
 from cacheblend.service.http.guard import ApiError, ApiKeys, Guard, read_body
@@ -89,9 +89,9 @@ def test_one_error_of_many(model: type[IngestBody | ChatBody]) -> None:
 
 def test_values_are_counted_outside_of_texts() -> None:
     """Commas, brackets and escaped quotation marks in a text are no values; a body of few values is taken, however long."""
-    check_values(json.dumps({"documents": [{"text": '\\",[{' * (MIB // 2)}] * 2}).encode(), "it")
-    check_values(json.dumps({"documents": [{"id": str(number), "text": "x"} for number in range(20_000)]}).encode(), "it")
-    check_values(b"[" + b"1," * (MAX_VALUES - 10) + b"1]", "it")
+    check_json(json.dumps({"documents": [{"text": '\\",[{' * (MIB // 2)}] * 2}).encode(), "it")
+    check_json(json.dumps({"documents": [{"id": str(number), "text": "x"} for number in range(20_000)]}).encode(), "it")
+    check_json(b"[" + b"1," * (MAX_VALUES - 10) + b"1]", "it")
     for body in (
         b"[" + b"1," * MAX_VALUES + b"1]",
         b"[" * (MAX_VALUES + 1),
@@ -99,7 +99,7 @@ def test_values_are_counted_outside_of_texts() -> None:
         b'""' * MAX_VALUES * 2,
     ):
         with pytest.raises(InputError, match="it: more than 200000 values"):
-            check_values(body, "it")
+            check_json(body, "it")
 
 
 @given(st.text(alphabet='\\"[{,x', max_size=60), st.integers(1, 9))
@@ -107,15 +107,15 @@ def test_values_are_counted_wherever_a_piece_ends(text: str, piece_bytes: int) -
     """Where a body is cut for counting makes no difference: an escape or a string may go over the border."""
     body = json.dumps({"a": [text, [text]]}).encode()
     # {, a, [, text, comma, [, text: seven, and a limit of six refuses them
-    check_values(body, "it", 7, piece_bytes)
+    check_json(body, "it", 7, piece_bytes)
     with pytest.raises(InputError, match="more than 6 values"):
-        check_values(body, "it", 6, piece_bytes)
+        check_json(body, "it", 6, piece_bytes)
 
 
 def test_one_text_has_a_bound() -> None:
     """A text of more than eight MiB is refused before it is read, wherever it stands, with the advice to split it."""
     for begin, end in (('{"documents": [{"text": "', '"}]}'), ('{"id": "x", "text": "', ""), ('"', '"')):
-        check_values(f"{begin}{'x' * MAX_TEXT_BYTES}{end}".encode(), "it")
+        check_json(f"{begin}{'x' * MAX_TEXT_BYTES}{end}".encode(), "it")
         with pytest.raises(ApiError, match="split it into several documents") as refused:
             read_body(f"{begin}{'x' * (MAX_TEXT_BYTES + 1)}{end}".encode() + b" " * PIECE_BYTES, IngestBody)
         assert refused.value.status == 413
