@@ -19,6 +19,7 @@ from .chunk import ChunkKey
 
 if TYPE_CHECKING:
     from .nvme_tier import NvmeTier
+    from .write_queue import DocumentVersion
 
 SCHEMA_VERSION = 3
 
@@ -407,6 +408,17 @@ class DocumentTable:
 
         with self._nvme.exclusive():
             return self._change(change, self._digests(id_ for id_, _, _ in given))
+
+    def note(self, chunks: Iterable[tuple[DocumentVersion | None, ChunkKey]]) -> None:
+        """Note chunks whose KV is fetched as their documents', where the store knows these in these versions still.
+
+        Chunks of no document and those of a namespace stay nobody's.
+        """
+        rows = [(key.digest, *document) for document, key in chunks if document is not None and not key.namespace]
+        insert = "INSERT OR IGNORE INTO document_chunks SELECT id, ? FROM documents WHERE id = ? AND version = ?"
+        if rows:
+            with self._nvme.exclusive(), self._database.transaction() as transaction:
+                transaction.executemany(insert, rows)
 
     def drop_unowned(self, keys: Iterable[ChunkKey]) -> int:
         """Remove the KV of those of some chunks that no document has, written or not; returns their number. See `put`."""

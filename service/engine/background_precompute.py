@@ -159,7 +159,7 @@ class BackgroundPrecompute:
             # 3. Compute and store it, unless somebody else did, or its document is gone.
             began = time.perf_counter()
             try:
-                if key not in self._store and self._is_there(miss.document) and not self._store.fetch([key], FETCH_S):
+                if key not in self._store and self._is_there(miss.document) and not self._fetch(key, miss):
                     in_own_thread(self._compute, key, miss)
             except CacheBlendError as error:
                 logger.warning("the KV of chunk %s was not stored: %s", key, error)
@@ -169,6 +169,12 @@ class BackgroundPrecompute:
                 with self._changed:
                     self._busy, self._took_s = False, time.perf_counter() - began
                     self._changed.notify_all()
+
+    def _fetch(self, key: ChunkKey, miss: PromptChunk) -> bool:
+        if not self._store.has_remote:
+            return False
+        self._store.documents.note([(miss.document, key)])
+        return self._store.fetch([key], FETCH_S) > 0
 
     def _compute(self, key: ChunkKey, miss: PromptChunk) -> None:
         lower_priority()

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from cacheblend.base.errors import ConfigError, DamagedEntryError
+from cacheblend.base.errors import ConfigError, DamagedEntryError, StoreError
 from cacheblend.blend import Fusor, LayerReport, ResidentLayers, Segment
 from cacheblend.loader import LayerLoader, LoadingController, WorkEstimator
 from cacheblend.store import BLOCK_TOKENS, ChunkKV, KVStore
@@ -177,6 +177,8 @@ class Prefiller:
         missing = [chunk for chunk in prompt.chunks if chunk.key is not None and chunk.key not in self._store]
         if missing:
             deadline_s = (self.controller or self.work).full_s(sum(len(chunk.token_ids) for chunk in missing))
+            with suppress(StoreError):  # without room for the note the KV is evicted by use
+                self._store.documents.note((chunk.document, chunk.key) for chunk in missing if chunk.key is not None)
             self._store.fetch(prompt.keys, deadline_s)
 
     def _find_prefix(self, prompt: PromptTokens, ratio: float | None, namespace: str) -> AbstractContextManager[CachedPrefix]:

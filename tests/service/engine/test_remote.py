@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from engines import DOCUMENTS, QUESTION, OpenEngine
-from remote_servers import SECRET, RedisServer
+from remote_servers import SECRET, RedisServer, needs
 
 from cacheblend.service import Engine
 from cacheblend.store.remote import KEY_PREFIX, RemoteStats
@@ -59,6 +59,21 @@ def test_what_one_ingested_another_does_not_compute(redis_server: RedisServer, o
     keys = [entry.key for entry in one.store.ls()]
     one.store.clear()
     assert 0 < sum(one.store.find(keys)) < len(keys)
+
+
+def test_fetched_kv_goes_with_its_document(open_engine: OpenEngine, tmp_path: Path) -> None:
+    """KV of another codec that a request fetched for an ingested document is removed with the document."""
+    needs("obstore", "objects")
+    shared = {"remote": f"file://{tmp_path}/shared", "kv_cache_dtype": "int8"}
+    writer, raw = open_engine(store_dir=tmp_path / "writer", **shared), open_engine(store_dir=tmp_path / "reader")
+    writer.ingest(DOCUMENTS)
+    assert writer.store.flush_remote(10)
+    raw.ingest(DOCUMENTS)
+    reader = open_engine(store_dir=tmp_path / "reader", **shared)
+    assert reader.answer(QUESTION, num_chunks=3).plan.hits == 3
+    for document in DOCUMENTS:
+        reader.documents.delete(str(document["id"]))
+    assert reader.store.stats().nvme.entries == 0
 
 
 def stats_of(engine: Engine) -> RemoteStats:
