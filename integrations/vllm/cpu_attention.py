@@ -36,8 +36,8 @@ class CpuAttention:
     """vLLM's CPU attention over one layer of a prompt at a time, in pages of its own.
 
     Args:
-        attentions: vLLM's attention modules, in the order of the layers.
-        builders: what makes the batch's metadata, by the layer's name.
+        attentions: in the order of the layers.
+        builders: of a batch's metadata, by the layer's name.
 
     Attributes:
         is_faster: than `attend` with scattered rows, here.
@@ -135,13 +135,7 @@ class CpuAttention:
 
 
 class CpuRowsPass(RowsPass):
-    """Rows of a prompt through one layer; see `RowsPass`. Attention is the kernel's.
-
-    Args:
-        kernel: vLLM's.
-        layer: index.
-        layer_kv, rows, scatter: see `RowsPass`; the window is vLLM's.
-    """
+    """Rows of a prompt through one layer; see `RowsPass`. Attention and window are the kernel's."""
 
     def __init__(self, kernel: CpuAttention, layer: int, layer_kv: LayerKV, rows: Rows, *, scatter: bool) -> None:
         super().__init__(layer_kv, rows, None, scatter=scatter)
