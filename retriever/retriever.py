@@ -18,9 +18,8 @@ from cacheblend.base.threads import Check, Progress
 from .catalog import Catalog, Change, EmbeddedDocument
 from .config import RetrieverConfig
 from .document import Chunk, ChunkPlace, Document, ScoredChunk, chunk_places, found_texts
-from .embedder import Embedder, SentenceTransformerEmbedder, checked_between_batches
+from .embedder import CrossEncoderReranker, Embedder, Reranker, SentenceTransformerEmbedder, checked_between_batches
 from .index import INDEX_FILE, IndexedDocuments, SearchIndex, VectorIndex, fuse_rankings, names
-from .reranker import CrossEncoderReranker, Reranker
 from .splitter import Splitter
 
 if TYPE_CHECKING:
@@ -60,7 +59,6 @@ class Retriever(IndexedDocuments):
 
     Raises:
         RetrieverError: the directory cannot be used, or its documents were added with other settings.
-
     """
 
     def __init__(
@@ -112,7 +110,6 @@ class Retriever(IndexedDocuments):
             InputError: a document cannot be used, or two with one id have different texts.
             RetrieverError: the embedder or the directory cannot be used.
             StoreFullError: the disk is full.
-
         """
         given, wanted = _checked(documents)
         changed = self._changed(wanted)
@@ -134,7 +131,6 @@ class Retriever(IndexedDocuments):
 
         Raises:
             InputError: a document cannot be used, or two with one id have different texts.
-
         """
         return self._changed(_checked(documents)[1])
 
@@ -156,7 +152,6 @@ class Retriever(IndexedDocuments):
 
         Raises:
             RetrieverError: the embedder cannot be used.
-
         """
         progress = progress or Progress()
         for batch in self._batches(documents, progress.check):
@@ -178,7 +173,6 @@ class Retriever(IndexedDocuments):
         Raises:
             DocumentChangedError: a document has none of its expected versions any more.
             RetrieverError: the directory cannot be written.
-
         """
         with self._lock:
             change = self._catalog.put(embedded, expected)
@@ -204,7 +198,6 @@ class Retriever(IndexedDocuments):
             InputError: the question is empty, num_chunks below 1, or there are no chunks at all.
             RetrieverError: the embedder or the directory cannot be used.
             DamagedDocumentError: a chunk that was found is not what was written.
-
         """
         if not isinstance(question, str) or not question.strip():
             raise InputError(f"question={question!r} is empty; ask something")

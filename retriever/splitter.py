@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
-from cacheblend.base.errors import InputError, RetrieverError, needs_extra
+from cacheblend.base.errors import InputError, RetrieverError
 from cacheblend.base.threads import Check
 
 from .config import RetrieverConfig
@@ -46,7 +46,6 @@ class PlainTokenizer:
 
     Raises:
         RetrieverError: the tokenizer is not a fast one.
-
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | Tokenizer, *, slice_characters: int = CUT_CHARACTERS) -> None:
@@ -92,7 +91,7 @@ class PlainTokenizer:
         at_sentences: bool = False,
         check: Check = lambda: None,
     ) -> list[str]:
-        """Cut `text` every `max_tokens` tokens, by LangChain's token splitter; no piece is empty.
+        """Cut `text` every `max_tokens` tokens; no piece is empty.
 
         With `at_sentences` a piece ends at the last of the best `BREAKS` in its second half; and the last piece is no shorter
         than a quarter, unless it is the only one.
@@ -122,28 +121,10 @@ class PlainTokenizer:
         starts = [start for _, start in self._encode(text)]
         if not starts:
             return []
-        # LangChain counts and slices tokens; each token is its number here, and "decoding" looks up where it starts.
         # Borders never run backwards, whatever a normaliser does to offsets, so that no text is lost or doubled.
         borders = list(accumulate([0, *starts[1:], len(text)], max))
-        if at_sentences:
-            return [span for span in _sentence_spans(text, borders, max_tokens, overlap_tokens) if span[0] < span[1]]
-        spans: list[tuple[int, int]] = []
-
-        def decode(numbers: list[int]) -> str:
-            spans.append((borders[numbers[0]], borders[numbers[-1] + 1]))
-            return ""
-
-        with needs_extra("rag"):  # here, as it takes a quarter of a second that most commands' start can spare
-            from langchain_text_splitters.base import Tokenizer as TokenSplit
-            from langchain_text_splitters.base import split_text_on_tokens
-        split = TokenSplit(
-            chunk_overlap=overlap_tokens,
-            tokens_per_chunk=max_tokens,
-            encode=lambda _: list(range(len(starts))),
-            decode=decode,
-        )
-        split_text_on_tokens(text=text, tokenizer=split)
-        return [(first, end) for first, end in spans if first < end]
+        cut = _sentence_spans if at_sentences else _token_spans
+        return [(first, end) for first, end in cut(text, borders, max_tokens, overlap_tokens) if first < end]
 
     def _encode(self, text: str, start: int = 0) -> list[tuple[int, int]]:
         """Token ids and the position in the text where each starts.
@@ -168,8 +149,17 @@ class PlainTokenizer:
         return [*tokens, *self._encode(text[done:], start + done)]
 
 
+def _token_spans(_: str, borders: list[int], max_tokens: int, overlap_tokens: int) -> Iterator[tuple[int, int]]:
+    """Start and end of each piece of just so many tokens; token t reaches from `borders[t]` to `borders[t + 1]`."""
+    last = 0
+    while last < len(borders) - 1:
+        first = max(0, last - overlap_tokens)
+        last = min(first + max_tokens, len(borders) - 1)
+        yield borders[first], borders[last]
+
+
 def _sentence_spans(text: str, borders: list[int], max_tokens: int, overlap_tokens: int) -> Iterator[tuple[int, int]]:
-    """Start and end of each piece, cut at `BREAKS`; token t reaches from `borders[t]` to `borders[t + 1]`."""
+    """Start and end of each piece, cut at `BREAKS`; see `_token_spans`."""
     tokens = len(borders) - 1
     if tokens <= max_tokens:
         yield 0, len(text)
@@ -198,7 +188,6 @@ class Splitter:
 
     Raises:
         RetrieverError: the tokenizer is not a fast one.
-
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | Tokenizer, config: RetrieverConfig) -> None:
@@ -226,18 +215,16 @@ class Splitter:
 
         Raises:
             InputError: the tokenizer makes no tokens of the document.
-
         """
         content, max_tokens = document.content, self.config.chunk_tokens
         if len(content) <= SHORT_CHARACTERS * max_tokens:
             ids = self._tokenizer.ids(content + self.config.separator)
             if self._separator_tokens < len(ids) <= max_tokens:  # one chunk, tokenised once, as a request's passage usually is
                 return [Chunk(document.id, document.version, 0, document.title, content, tuple(ids))]
-        at_sentences = self.config.split_at == "sentences"
         check()
-        texts = self._tokenizer.cut(
-            content, max_tokens, self.config.chunk_overlap_tokens, at_sentences=at_sentences, check=check
-        )
+        at_sentences = self.config.split_at == "sentences"
+        overlap = self.config.chunk_overlap_tokens
+        texts = self._tokenizer.cut(content, max_tokens, overlap, at_sentences=at_sentences, check=check)
         if not texts:
             raise InputError(f"document {document.id!r} has no tokens for this model's tokenizer; leave it out")
         chunks: list[Chunk] = []

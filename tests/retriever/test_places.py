@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cacheblend.retriever import Document, Retriever, RetrieverConfig, Splitter
-from cacheblend.retriever.document import ChunkPlace, chunk_places, found_texts, places_of
+from cacheblend.retriever.document import ChunkPlace, chunk_places, found_texts
 from cacheblend.retriever.index import IndexedDocuments
 
 PAGES = "Every request goes to the desk and is answered there within some days. " * 4
@@ -23,7 +23,8 @@ GUIDE = f"# Guide\n\nOf the house.\n\n## Travel abroad\n\n{PAGES}\n\n{PAGES}\n\n
 def places(text: str, id_: str = "guide.md", title: str = "", **options: object) -> tuple[list[str], list[ChunkPlace]]:
     config = RetrieverConfig(**{"chunk_tokens": 24, **options})  # type: ignore[arg-type]
     chunks = Splitter(tiny_tokenizer(), config).split(Document(id_, title, text))
-    return [chunk.text for chunk in chunks], places_of(chunks, has_overlap=config.chunk_overlap_tokens > 0)
+    texts = [chunk.text for chunk in chunks]
+    return texts, list(chunk_places(id_, title, texts, has_overlap=config.chunk_overlap_tokens > 0))
 
 
 @settings(deadline=None)

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertForSequenceClassification, BertTokenize
 
 from cacheblend.base.errors import ConfigError, RetrieverError
 from cacheblend.retriever import Retriever, RetrieverConfig
-from cacheblend.retriever.reranker import CrossEncoderReranker
+from cacheblend.retriever.embedder import CrossEncoderReranker
 
 WORDS = ["dog", "cat", "river", "runs", "sleeps", "through", "the", "over", "under", "house", "with", "bird"]
 DOCUMENTS = [
