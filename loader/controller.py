@@ -79,13 +79,10 @@ class LoadingPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    load_layer_s: float
-    reusable: int
-    fresh: int
-    exact: int
-    lookahead_layers: int
-    copy_layer_s: float  # the fusor's own copies
+    tokens: tuple[int, int, int]  # reusable, fresh and exact ones
     by_tier: dict[str, float]  # seconds of a layer
+    copy_layer_s: float  # the fusor's own copies
+    lookahead_layers: int
 
 
 class LoadingController:
@@ -117,19 +114,19 @@ class LoadingController:
             fresh: tokens without.
             exact: tokens of exact segments.
         """
-        full_s = self.full_s(reusable + fresh + exact)
-        request = self._request(reads, reusable=reusable, fresh=fresh, exact=exact)
+        full_s, request = self.full_s(reusable + fresh + exact), self._request(reads, reusable, fresh, exact)
         ratio = self._hiding_ratio(request, full_s)
         blend = self._pipeline(request, ratio)
         # If loading is not hidden, the exact answer may cost as much more as a higher ratio.
         limit_s = blend.total_s * (1 + DELAY_ALLOWED) if blend.waits_for_last else blend.total_s
         full_recompute = bool(reusable) and full_s < limit_s
-        loaded_layers = sum(is_read for _, is_read in self._steps(request, ratio))
+        steps = self._steps(request, ratio)
+        loaded_layers = sum(is_read for _, is_read in steps)
         return LoadingPlan(
             ratio=ratio,
             load_s=sum(request.by_tier.values()) * loaded_layers,
             load_s_by_tier={tier: tier_s * loaded_layers for tier, tier_s in request.by_tier.items()},
-            recompute_s=sum(step_s for step_s, _ in self._steps(request, ratio)),
+            recompute_s=sum(step_s for step_s, _ in steps),
             prefill_s=full_s if full_recompute else blend.total_s,
             full_s=full_s,
             full_recompute=full_recompute,
@@ -143,7 +140,7 @@ class LoadingController:
         """Seconds of a prefill at a given ratio; 1 is full recompute. Other arguments as in `plan`."""
         if ratio >= 1:
             return self.full_s(reusable + fresh + exact)
-        return self._pipeline(self._request(reads, reusable=reusable, fresh=fresh, exact=exact), ratio).total_s
+        return self._pipeline(self._request(reads, reusable, fresh, exact), ratio).total_s
 
     def record(self, plan: LoadingPlan, *, load_s: float, compute_s: float | None) -> None:
         """Correct the predictions by a request's measured seconds, once its prefill is done.
@@ -168,25 +165,18 @@ class LoadingController:
                 factors = {"compute": self._compute.factor, **{tier: seen.factor for tier, seen in dict(self._tiers).items()}}
                 logger.info("predictions are corrected by %s", {name: round(factor, 3) for name, factor in factors.items()})
 
-    def _request(self, reads: Sequence[Read], *, reusable: int, fresh: int, exact: int) -> _Request:
+    def _request(self, reads: Sequence[Read], reusable: int, fresh: int, exact: int) -> _Request:
         """The inputs of a request's pipeline."""
         by_tier = {tier: tier_s * self._tiers[tier].factor for tier, tier_s in self._load.seconds(reads).items()}
         copy_s = sum(tier_s for tier, tier_s in by_tier.items() if tier in self._copied_tiers)
-        return _Request(
-            load_layer_s=sum(by_tier.values()) - copy_s,
-            reusable=reusable,
-            fresh=fresh,
-            exact=exact,
-            lookahead_layers=self.config.lookahead_layers((reusable + fresh + exact) * self.profile.layer_token_bytes),
-            copy_layer_s=copy_s,
-            by_tier=by_tier,
-        )
+        lookahead = self.config.lookahead_layers((reusable + fresh + exact) * self.profile.layer_token_bytes)
+        return _Request((reusable, fresh, exact), by_tier, copy_s, lookahead)
 
     def _hiding_ratio(self, request: _Request, full_s: float) -> float:
         """The largest ratio, from r* to the cap, at which the fusor waits for loading and TTFT is about that of r*."""
         quality = self.config.quality_ratio
         at_quality = self._pipeline(request, quality)
-        if not request.reusable or not at_quality.waits_for_last:
+        if not request.tokens[0] or not at_quality.waits_for_last:
             return quality
         limit_s = max(min(at_quality.total_s * (1 + DELAY_ALLOWED), full_s), at_quality.total_s)
 
@@ -204,10 +194,11 @@ class LoadingController:
     def _pipeline(self, request: _Request, ratio: float) -> Pipeline:
         """The steps on one clock."""
         steps = self._steps(request, ratio)
-        load_s = [request.load_layer_s * is_read for _, is_read in steps]
+        load_layer_s = sum(request.by_tier.values()) - request.copy_layer_s
+        load_s = [load_layer_s * is_read for _, is_read in steps]
         busy_s = [step_s + request.copy_layer_s * is_read for step_s, is_read in steps]
         return Pipeline.from_layers(load_s, busy_s, request.lookahead_layers)
 
     def _steps(self, request: _Request, ratio: float) -> list[tuple[float, bool]]:
-        steps = self._recompute.steps(ratio, request.reusable, request.fresh, request.exact)
+        steps = self._recompute.steps(ratio, *request.tokens)
         return [(step_s * self._compute.factor, is_read) for step_s, is_read in steps]

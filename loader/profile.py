@@ -306,7 +306,7 @@ def read_calibration(directory: Path, *, model: str, prefix: str) -> Calibration
         return None
     with _values_of(path, "calibrate", CALIBRATION_FORMAT) as values:
         values["measures"], values["thresholds"] = Measures(**values["measures"]), Thresholds(**values["thresholds"])
-        values["curve"] = tuple((ratio, kl_nats) for ratio, kl_nats in values.get("curve", ()))
+        values["curve"] = tuple((ratio, kl_nats) for ratio, kl_nats in values["curve"])
         calibration = Calibration(**values)
     own = {"model": calibration.model, "prefix": calibration.prefix}
     _refuse_others(str(path), "calibrate", own, {"model": model, "prefix": prefix})

@@ -5,9 +5,9 @@ from __future__ import annotations
 from cacheblend.base.errors import needs_extra
 
 with needs_extra("rag"):
-    from .catalog import CatalogedDocument, EmbeddedDocument
+    from .catalog import CatalogedDocument
     from .config import DEFAULT_EMBEDDER, RetrieverConfig
-    from .document import Chunk, Document, ScoredChunk, in_reading_order
+    from .document import Chunk, Document, EmbeddedDocument, ScoredChunk, in_reading_order
     from .embedder import Embedder, SentenceTransformerEmbedder, checked_between_batches
     from .retriever import Retriever
     from .splitter import PlainTokenizer, Splitter

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
@@ -34,7 +34,7 @@ from cacheblend.base.files import make_private_file
 from cacheblend.base.sqlite import BUSY_TIMEOUT_S, committed, prefix_end, sqlite_errors
 from cacheblend.store.layout import Reserve
 
-from .document import Chunk, Document
+from .document import Chunk, EmbeddedDocument
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -65,20 +65,11 @@ INSERT_CHUNK = (
     "INSERT INTO chunks (document_id, position, text, token_ids, vector, checksum) VALUES (?, ?, ?, ?, ?, ?) RETURNING id"
 )
 SELECT_DOCUMENTS = "SELECT id, version, title, chunks, created_s, checksum FROM documents "
-SELECT_CHUNKS = """
-SELECT c.document_id, d.version, c.position, d.title, c.text, c.token_ids, c.vector, c.checksum, d.chunks, d.checksum
-FROM chunks c JOIN documents d ON d.id = c.document_id
+JOINED = "FROM chunks c JOIN documents d ON d.id = c.document_id"
+SELECT_CHUNKS = f"""
+SELECT c.document_id, d.version, c.position, d.title, c.text, c.token_ids, c.vector, c.checksum, d.chunks, d.checksum {JOINED}
 """
 _WRONG_VALUE = re.compile(r"\S+ value in ")  # a finding of SQLite's that the row's checksum finds as well
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddedDocument:
-    """A document, its chunks, and their vectors, float32 (N, D), before they are written."""
-
-    document: Document
-    chunks: Sequence[Chunk]
-    vectors_ND: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +87,7 @@ class CatalogedDocument:
     damaged: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class IndexReport:
     """Findings of a check of every row.
 
@@ -123,16 +114,8 @@ class IndexReport:
         return not (self.damaged or self.strays or self.broken)
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Effect of a write.
-
-    Args:
-        added_ids: index ids of new chunks.
-        removed_ids: index ids of chunks that were removed.
-        generation: the catalog's generation after the write.
-        replaced: documents that were replaced.
-    """
+class Change(NamedTuple):
+    """Effect of a write: index ids of chunks, the catalog's generation after it, and how many documents were replaced."""
 
     added_ids: list[int]
     removed_ids: list[int]
@@ -156,8 +139,8 @@ class Catalog:
     """
 
     def __init__(self, path: Path | None, settings: Mapping[str, str], budget_bytes: int | None = None) -> None:
-        self._path, self._settings, self._budget_bytes = path, dict(settings), budget_bytes
-        self._where = "memory" if path is None else str(path)
+        self._path, self._where = path, "memory" if path is None else str(path)
+        self._settings, self._budget_bytes = dict(settings), budget_bytes
         self._reserve = None if path is None else Reserve(path.with_name("reserve"))
         self._with_reserve(self._open)
 
@@ -231,12 +214,16 @@ class Catalog:
     def remove(self, document_id: str) -> Change:
         """Remove a document and its chunks in one transaction; on a full disk, too, as long as it has a reserve.
 
-        Raises:
-            InputError: there is no such document.
-            RetrieverError: the file cannot be written.
-            StoreFullError: the disk is full, and the reserve was needed before.
+        Raises `InputError` if there is no such document, `StoreFullError` if the reserve was needed before.
         """
-        return self._with_reserve(lambda: self._remove_document(document_id))
+
+        def step() -> Change:
+            with self._write():
+                if self.version(document_id) is None:
+                    raise self._unknown(document_id)
+                return Change([], self._remove(document_id), self.generation)
+
+        return self._with_reserve(step)
 
     def check_room(self, more_bytes: int = 0) -> None:
         """Refuse more bytes than the budget has room for.
@@ -277,9 +264,7 @@ class Catalog:
                     self._sql("DELETE FROM documents WHERE rowid = ?", (rowid,))
                 self._sql("DELETE FROM chunks WHERE document_id NOT IN (SELECT id FROM documents)")
         damaged = tuple(_printable(id_) for _, id_ in bad)
-        return IndexReport(
-            documents=len(rows), chunks=chunks, damaged=damaged, strays=strays, broken=bool(broken), repaired=repair
-        )
+        return IndexReport(len(rows), chunks, damaged, strays, bool(broken), repair)
 
     # Reads.
 
@@ -370,12 +355,7 @@ class Catalog:
         return chunks
 
     def chunk(self, id_: int) -> Chunk:
-        """The chunk of an index id.
-
-        Raises:
-            DamagedDocumentError: the row is not what was written.
-            RetrieverError: there is no such row.
-        """
+        """The chunk of an index id; `DamagedDocumentError` if the row is not what was written."""
         rows = self._sql(SELECT_CHUNKS + "WHERE c.id = ?", (id_,))
         if not rows:
             raise self._unusable("a row that a question found is gone")
@@ -383,15 +363,15 @@ class Catalog:
 
     def texts(self) -> Iterator[tuple[int, str, str, str]]:
         """Index id, document's id and title, and text of every chunk, one document after the other, read as they are used."""
-        query = "SELECT c.id, d.id, d.title, c.text FROM chunks c JOIN documents d ON d.id = c.document_id ORDER BY c.id"
+        query = f"SELECT c.id, d.id, d.title, c.text {JOINED} ORDER BY c.id"
         with self._errors():
             for id_, document_id, title, text in self._db.execute(query):
                 yield id_, str(document_id), str(title), str(text)
 
     def document_texts(self, document_id: str, version: str) -> list[str]:
         """The texts of a document's chunks, in order; none if the document has another version now."""
-        query = "SELECT c.text FROM chunks c JOIN documents d ON d.id = c.document_id "
-        rows = self._sql(query + "WHERE d.id = ? AND d.version = ? ORDER BY c.position", (document_id, version))
+        query = f"SELECT c.text {JOINED} WHERE d.id = ? AND d.version = ? ORDER BY c.position"
+        rows = self._sql(query, (document_id, version))
         return [str(text) for (text,) in rows]
 
     def vectors(self) -> tuple[list[int], NDArray[np.float32]]:
@@ -403,7 +383,7 @@ class Catalog:
         dimensions = self.dimensions or 0
         vectors: dict[int, NDArray[np.float32]] = {}
         damaged: list[str] = []
-        query = "SELECT c.id, c.document_id, c.vector FROM chunks c JOIN documents d ON d.id = c.document_id ORDER BY c.id"
+        query = f"SELECT c.id, c.document_id, c.vector {JOINED} ORDER BY c.id"
         with self._errors():
             for id_, owner, raw in self._db.execute(query):
                 fits = isinstance(raw, bytes) and len(raw) == 4 * dimensions
@@ -426,12 +406,6 @@ class Catalog:
         row = (chunk.document_id, chunk.position, chunk.text, token_ids, vector, checksum)
         [[id_]] = self._sql(INSERT_CHUNK, row)
         return int(id_)
-
-    def _remove_document(self, document_id: str) -> Change:
-        with self._write():
-            if self.version(document_id) is None:
-                raise self._unknown(document_id)
-            return Change([], self._remove(document_id), self.generation)
 
     def _remove(self, document_id: str) -> list[int]:
         removed = [id_ for (id_,) in self._sql("SELECT id FROM chunks WHERE document_id = ?", (document_id,))]
@@ -538,11 +512,7 @@ def _document_of(row: tuple[Any, ...]) -> CatalogedDocument:
 
 
 def _chunk_of(row: tuple[Any, ...]) -> Chunk:
-    """The chunk of a row of `SELECT_CHUNKS`.
-
-    Raises:
-        DamagedDocumentError: the row is not what was written.
-    """
+    """The chunk of a row of `SELECT_CHUNKS`; `DamagedDocumentError` if it is not what was written."""
     document_id, version, position, title, text, token_ids, vector, checksum, chunks, document_checksum = row
     is_written = checksum == row_checksum(document_id, version, position, text, token_ids, vector)
     if not is_written or document_checksum != row_checksum(document_id, version, title, chunks):

@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cacheblend.base.errors import InputError
 
 HASH_DIGITS = 32  # 128 bits: enough that two documents never share one by chance
@@ -125,6 +128,15 @@ class Chunk:
     title: str
     text: str
     token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedDocument:
+    """A document, its chunks, and their vectors, float32 (N, D), before they are written."""
+
+    document: Document
+    chunks: Sequence[Chunk]
+    vectors_ND: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from cacheblend.base.errors import RetrieverError
 
-from .catalog import Catalog, Change, EmbeddedDocument
-from .document import Chunk, ChunkPlace, chunk_places, found_texts
+from .catalog import Catalog, Change
+from .document import Chunk, ChunkPlace, EmbeddedDocument, chunk_places, found_texts
 
 INDEX_FILE = "catalogue.sqlite"
 WORD = re.compile(r"\w+")

@@ -15,9 +15,9 @@ from cacheblend.base.errors import InputError, RetrieverError
 from cacheblend.base.files import make_folder
 from cacheblend.base.threads import Check, Progress
 
-from .catalog import Catalog, Change, EmbeddedDocument
+from .catalog import Catalog, Change
 from .config import RetrieverConfig
-from .document import Chunk, ChunkPlace, Document, ScoredChunk, chunk_places, found_texts
+from .document import Chunk, ChunkPlace, Document, EmbeddedDocument, ScoredChunk, chunk_places, found_texts
 from .embedder import CrossEncoderReranker, Embedder, Reranker, SentenceTransformerEmbedder, checked_between_batches
 from .index import INDEX_FILE, IndexedDocuments, SearchIndex, VectorIndex, fuse_rankings, names
 from .splitter import Splitter

