@@ -105,7 +105,6 @@ class Catalog:
 
     Raises:
         StoreDirectoryError: the file cannot be used, or is of another schema.
-
     """
 
     def __init__(self, path: Path, found: Callable[[], Iterable[CatalogEntry]]) -> None:
@@ -176,7 +175,6 @@ class Catalog:
         Raises:
             StoreFullError: the disk is full.
             StoreDirectoryError: the file cannot be written.
-
         """
         with self._touch_lock:
             touched, self._touched = self._touched, {}
@@ -222,7 +220,6 @@ class Catalog:
 
         Raises:
             StoreDirectoryError: the file's own structure is broken.
-
         """
         self.database.check()
         wrong_pins = f"SELECT 1 FROM entries WHERE pinned != {IS_PINNED} LIMIT 1"
@@ -297,32 +294,20 @@ def _insert(transaction: sqlite3.Connection, entries: Iterable[CatalogEntry]) ->
 
 @dataclass(frozen=True, slots=True)
 class StoredDocument:
-    """A document as the store knows it; several may share chunks, each of which is stored once.
-
-    Args:
-        id: the caller's name for it.
-        version: tells its texts apart.
-        pinned: whether evictions spare its chunks.
-        changed_ns: when it came, or its version changed, in nanoseconds of Unix time.
-        chunks: how many different chunks it has.
-        stored_chunks: how many of them have their KV on NVMe now.
-        shared_chunks: how many of them other documents have as well.
-        stored_bytes: bytes of the files of its chunks' KV.
-        own_bytes: the part of `stored_bytes` that is in no other document, and is removed with it.
-    """
+    """A document as the store knows it; several may share chunks, each of which is stored once."""
 
     id: str
-    version: str
-    pinned: bool
-    changed_ns: int
-    chunks: int
-    stored_chunks: int
-    shared_chunks: int
-    stored_bytes: int
-    own_bytes: int
+    version: str  # tells its texts apart
+    pinned: bool  # evictions spare its chunks
+    changed_ns: int  # when it came, or its version changed, in Unix time
+    chunks: int  # different ones
+    stored_chunks: int  # of these: their KV is on NVMe now
+    shared_chunks: int  # of these: other documents have them as well
+    stored_bytes: int  # of the files of its chunks' KV
+    own_bytes: int  # of these: in no other document, and removed with this one
 
 
-_LIST = """
+_DOCUMENT = """
 SELECT d.id, d.version, d.pinned, d.changed_ns, count(c.digest), count(e.digest),
     coalesce(sum(c.shared), 0), coalesce(sum(e.bytes), 0), coalesce(sum(e.bytes * (1 - c.shared)), 0)
 FROM documents d
@@ -333,6 +318,7 @@ LEFT JOIN (
     FROM document_chunks mine
 ) c ON c.document = d.id
 LEFT JOIN entries e ON e.digest = c.digest
+WHERE d.id = ? GROUP BY d.id
 """
 _OWN = """
 SELECT digest FROM document_chunks mine WHERE document = ? AND NOT EXISTS (
@@ -355,14 +341,11 @@ class DocumentTable:
     def __init__(self, nvme: NvmeTier, forget: Callable[[Iterable[str]], None]) -> None:
         self._nvme, self._forget, self._database = nvme, forget, nvme.catalog.database
 
-    def ls(self) -> list[StoredDocument]:
-        """Every document, by id."""
-        return [_document(row) for row in self._database.rows(_LIST + "GROUP BY d.id ORDER BY d.id")]
-
     def get(self, id_: str) -> StoredDocument | None:
         """One document; None if the store knows no document of that id."""
-        rows = self._database.rows(_LIST + "WHERE d.id = ? GROUP BY d.id", id_)
-        return _document(rows[0]) if rows else None
+        for name, version, pinned, *counts in self._database.rows(_DOCUMENT, id_):
+            return StoredDocument(name, version, bool(pinned), *counts)
+        return None
 
     def version(self, id_: str) -> str | None:
         """The version of a document; None if the store knows no document of that id."""
@@ -500,8 +483,3 @@ class DocumentTable:
 
 def _unknown(id_: str) -> InputError:
     return InputError(f"the store knows no document {id_!r}; `cacheblend documents ls` lists them")
-
-
-def _document(row: tuple[str, str, int, int, int, int, int, int, int]) -> StoredDocument:
-    id_, version, pinned, *counts = row
-    return StoredDocument(id_, version, bool(pinned), *counts)

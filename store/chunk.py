@@ -32,7 +32,6 @@ class ChunkKey:
         model: fingerprint of the model that computes the KV.
         codec: how the KV is stored.
         namespace: whose entry it is; tenants with different namespaces never see each other's entries.
-
     """
 
     digest: str
@@ -64,7 +63,6 @@ class ChunkKey:
         Raises:
             ConfigError: an unknown codec.
             InputError: no token ids, or an id that is not in 0..2**63-1.
-
         """
         if codec not in CODECS:
             raise ConfigError("codec", codec, f"use one of {', '.join(sorted(CODECS))}")
@@ -217,7 +215,6 @@ class ChunkKV:
 
     Raises:
         InputError: no layers, or tensors whose shape does not fit the token ids.
-
     """
 
     layers: Sequence[LayerPair]

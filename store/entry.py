@@ -45,34 +45,18 @@ def aligned_blocks(count: int, *, reuse: bool = False) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class EntryInfo:
-    """All that is known of an entry without reading its keys and values.
-
-    Args:
-        key: the entry's name.
-        token_ids: the T token ids of the chunk.
-        prefix_ids: the token ids that stood before it.
-        model: what the `ChunkKV` said of its model: the key's model, or None.
-        dtype: of the decoded keys and values.
-        heads: KV heads and head size of each layer; hybrid models differ from layer to layer.
-        context: names what stood between the prefix and the chunk; see `context_digest`.
-
-    Attributes:
-        shapes: of each layer's stored tensor.
-        sizes: its bytes.
-        nbytes: of all stored tensors.
-
-    """
+    """All that is known of an entry without reading its keys and values."""
 
     key: ChunkKey
-    token_ids: tuple[int, ...]
-    prefix_ids: tuple[int, ...]
-    model: str | None
-    dtype: torch.dtype
-    heads: tuple[tuple[int, int], ...]
-    context: str
-    shapes: tuple[EncodedShape, ...] = field(init=False, repr=False, compare=False)
-    sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    nbytes: int = field(init=False, repr=False, compare=False)
+    token_ids: tuple[int, ...]  # the T of the chunk
+    prefix_ids: tuple[int, ...]  # of what stood before it
+    model: str | None  # what the `ChunkKV` said of its model: the key's model, or None
+    dtype: torch.dtype  # of the decoded keys and values
+    heads: tuple[tuple[int, int], ...]  # KV heads and head size of each layer; hybrid models differ from layer to layer
+    context: str  # names what stood between the prefix and the chunk; see `context_digest`
+    shapes: tuple[EncodedShape, ...] = field(init=False, repr=False, compare=False)  # of each layer's stored tensor
+    sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)  # its bytes
+    nbytes: int = field(init=False, repr=False, compare=False)  # of all of them
 
     def __post_init__(self) -> None:
         # Asked for many times by threads that hold up the computing one (see `host_bytes`), and mostly the same in all layers.
@@ -230,7 +214,6 @@ class EncodedEntry:
         pieces: the file after its header: the layers' tensors without gaps, and zeros up to a full block; each piece in
             memory that begins on a block, so that it is written past the page cache without a copy.
         bytes: of the stored tensor of each layer, a view: its shape, the last axis in bytes.
-
     """
 
     info: EntryInfo
@@ -257,7 +240,6 @@ class EncodedEntry:
 
         Raises:
             InputError: the KV has no tokens or is not of a floating dtype that can be stored, or the key is not its key.
-
         """
         if str(kv.dtype) not in DTYPES or not kv.nbytes:
             names = ", ".join(DTYPES)

@@ -50,7 +50,6 @@ class EntryFile:
         Raises:
             DamagedEntryError: the file is missing, or is not what was written.
             OSError: it cannot be opened, for a reason that says nothing of its content.
-
         """
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -91,7 +90,6 @@ class EntryFile:
         Raises:
             DamagedEntryError: the bytes are not the ones that were written.
             StoreError: the file is closed.
-
         """
         dtype, shape = self.info.shapes[layer]
         if self._direct:
@@ -219,7 +217,6 @@ def write_files(files: Sequence[NewFile]) -> None:
     Raises:
         StoreFullError: the disk is full. What was written stays, under either name.
         StoreDirectoryError: the files cannot be written.
-
     """
     try:
         with ExitStack() as opened:
@@ -264,7 +261,6 @@ def make_direct(fd: int) -> None:
 
     Raises:
         OSError: the file system or the system has none such.
-
     """
     if not hasattr(os, "O_DIRECT"):  # macOS, for one
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
@@ -285,7 +281,6 @@ def check_direct_reads(folder: Path) -> None:
 
     Raises:
         ConfigError: the file system has none.
-
     """
     with tempfile.TemporaryFile(dir=folder) as file:
         try:

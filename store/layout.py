@@ -44,7 +44,6 @@ class StoreFolder:
 
     Raises:
         StoreDirectoryError: it is a file, holds something else, cannot be written, or is of another format.
-
     """
 
     def __init__(self, root: Path) -> None:
@@ -143,7 +142,6 @@ class Journal:
 
     Raises:
         StoreDirectoryError: the file cannot be opened for writing.
-
     """
 
     def __init__(self, path: Path) -> None:
@@ -185,7 +183,6 @@ class WriteLock:
 
     Raises:
         StoreDirectoryError: the file cannot be opened for writing.
-
     """
 
     def __init__(self, path: Path) -> None:
@@ -231,7 +228,6 @@ class Reserve:
 
     Args:
         path: the file; made by `refill`.
-
     """
 
     def __init__(self, path: Path) -> None:

@@ -25,30 +25,17 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """Findings of `KVStore.verify`; entries by the hex of their keys.
+    """Findings of `KVStore.verify`; entries by the hex of their keys."""
 
-    Args:
-        entries: entries in the catalog.
-        bytes: bytes of their files.
-        damaged: entries whose file is not what was written; repaired by setting them aside.
-        missing: entries without a file; repaired by dropping them.
-        mismatched: entries of which the catalog says something else than their file; repaired by what the file says.
-        orphans: files without an entry; repaired by entering complete ones into the catalog and setting others aside.
-        leftovers: files that a crash left half written; removed.
-        miscounted: whether the catalog's totals and pins do not follow from its entries; repaired by counting anew.
-        repaired: whether all of it was repaired.
-
-    """
-
-    entries: int
-    bytes: int
-    damaged: tuple[str, ...]
-    missing: tuple[str, ...]
-    mismatched: tuple[str, ...]
-    orphans: tuple[str, ...]
-    leftovers: int
-    miscounted: bool
-    repaired: bool
+    entries: int  # in the catalog
+    bytes: int  # of their files
+    damaged: tuple[str, ...]  # the file is not what was written; repaired by setting it aside
+    missing: tuple[str, ...]  # without a file; repaired by dropping the entry
+    mismatched: tuple[str, ...]  # the catalog says something else than the file; repaired by what the file says
+    orphans: tuple[str, ...]  # files without an entry; complete ones are entered into the catalog, others set aside
+    leftovers: int  # files that a crash left half written; removed
+    miscounted: bool  # the catalog's totals and pins do not follow from its entries; repaired by counting anew
+    repaired: bool  # all of it
 
     @property
     def ok(self) -> bool:
@@ -124,7 +111,6 @@ class NvmeTier:
 
         Raises:
             StoreFullError: there is no room all the same.
-
         """
         try:
             return change()
@@ -178,7 +164,6 @@ class NvmeTier:
         Raises:
             StoreFullError: the disk is full, or the budget less what is pinned has no room.
             StoreDirectoryError: the folder cannot be written.
-
         """
         with self.exclusive():
             documents = {write.document for write in writes if write.document is not None}

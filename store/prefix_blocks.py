@@ -86,21 +86,14 @@ class PrefixRun:
 
     Its keys are rotated already: a prefix stands at the same positions in every prompt that begins with it. Layers with a
     sliding window hold what the tokens after the run can see, and zeros before that.
-
-    Attributes:
-        token_ids: the T token ids.
-        digests: the hash of each block, in the chain that it was found in.
-        first_chain_blocks: how many of the blocks, from the first on, were found in the first of the chains asked for.
-        model: fingerprint of the model that computed it.
-        windows: each layer's sliding window; None for full attention.
-        held: per window, `kv_L2HTD` (L layers of that window, T held tokens) of the blocks that are needed, in order.
     """
 
-    token_ids: tuple[int, ...]
-    digests: tuple[bytes, ...]
-    first_chain_blocks: int
-    model: str
-    windows: tuple[int | None, ...]
+    token_ids: tuple[int, ...]  # T
+    digests: tuple[bytes, ...]  # of each block, in the chain that it was found in
+    first_chain_blocks: int  # that many, from the first on, were found in the first of the chains asked for
+    model: str  # fingerprint of the model that computed it
+    windows: tuple[int | None, ...]  # of each layer; None for full attention
+    # Per window, `kv_L2HTD` (L layers of that window, T held tokens) of the blocks that are needed, in order.
     held: Mapping[int | None, Sequence[torch.Tensor]] = field(repr=False)
     prefix_ids: ClassVar[tuple[int, ...]] = ()  # these four: see `KVHandle`
     rotated: ClassVar[bool] = True

@@ -363,25 +363,15 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """A store's tiers, and what happened since it was opened by this process.
+    """A store's tiers, and what happened since it was opened by this process."""
 
-    Args:
-        tiers: by name, the fastest first; RAM's hits include entries that wait to be written.
-        misses: keys that `get` and `pin` did not find.
-        damaged: entries that were set aside.
-        pending_writes: entries that wait to be written in the background.
-        pending_bytes: their bytes.
-        failed_writes: entries that the background could not write.
-        remote: what the remote tier did; None where there is none.
-    """
-
-    tiers: Mapping[str, TierStats]
-    misses: int
-    damaged: int
-    pending_writes: int
+    tiers: Mapping[str, TierStats]  # by name, the fastest first; RAM's hits include entries that wait to be written
+    misses: int  # keys that `get` and `pin` did not find
+    damaged: int  # entries that were set aside
+    pending_writes: int  # entries that wait to be written in the background
     pending_bytes: int
-    failed_writes: int
-    remote: RemoteStats | None = None
+    failed_writes: int  # entries that the background could not write
+    remote: RemoteStats | None = None  # None if there is no remote tier
 
     @property
     def ram(self) -> TierStats:

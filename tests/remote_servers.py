@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,9 +17,6 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
-from cacheblend.store import KVStore
-
-OpenShared = Callable[..., KVStore]
 SECRET = "the deployment's secret"
 
 
@@ -32,12 +29,12 @@ def needs(module: str, extra: str) -> None:
 class RedisServer:
     """A `redis-server` on a Unix socket, which can be killed, paused and started again."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path) -> None:
         needs("redis", "redis")
         self._command = shutil.which("redis-server") or shutil.which("valkey-server")
         if self._command is None:
             pytest.skip("no redis-server is installed: apt-get install redis-server")
-        self._folder, self._options = folder, options
+        self._folder = folder
         self.socket = folder / "redis.sock"
         self.url = f"unix://{self.socket}"
         self._process: subprocess.Popen[bytes] | None = None
@@ -45,18 +42,8 @@ class RedisServer:
 
     def start(self) -> None:
         """Start it, empty."""
-        command = [
-            str(self._command),
-            "--port",
-            "0",
-            "--unixsocket",
-            str(self.socket),
-            "--save",
-            "",
-            "--dir",
-            str(self._folder),
-        ]
-        self._process = subprocess.Popen([*command, *self._options], stdout=subprocess.DEVNULL)
+        options = ("--port", "0", "--unixsocket", str(self.socket), "--save", "", "--dir", str(self._folder))
+        self._process = subprocess.Popen([str(self._command), *options], stdout=subprocess.DEVNULL)
 
         def answers() -> bool:
             with socket.socket(socket.AF_UNIX) as probe:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from cacheblend.store import ChunkKey, ChunkKV, KVStore
+from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoredDocument
 
 MODEL = "model-of-the-tests"
 TOKENS = 5
@@ -58,3 +58,9 @@ def flip_last_byte(path: Path) -> None:
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
+
+
+def documents_of(store: KVStore) -> list[StoredDocument]:
+    """Every document that the store knows."""
+    found = map(store.documents.get, store.documents.ids())
+    return [document for document in found if document is not None]

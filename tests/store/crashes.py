@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-from chunks import FILE_BYTES, RAM_BYTES, flip_last_byte, make_chunk, same
+from chunks import FILE_BYTES, RAM_BYTES, documents_of, flip_last_byte, make_chunk, same
 
 from cacheblend.base.errors import InputError
 from cacheblend.base.sqlite import Database
@@ -244,6 +244,6 @@ def check(directory: Path, *, faults: bool = False) -> VerifyReport:
         files = [path for path in (directory / "entries").rglob("*") if path.is_file()]
         assert stats.nvme.bytes == sum(path.stat().st_size for path in files) <= ENTRIES * FILE_BYTES
         assert stats.nvme.entries == len(files)
-        for document in store.documents.ls():
+        for document in documents_of(store):
             assert document.stored_chunks <= document.chunks
         return report

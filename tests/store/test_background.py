@@ -186,18 +186,6 @@ def test_closing_on_a_full_disk(open_store, monkeypatch, caplog) -> None:
     assert "times of use" in caplog.text
 
 
-def test_an_error_is_told_to_all_who_put_the_same_entry(open_store) -> None:
-    """Two callers that put one entry while it waits share its result; a third one with another entry has its own."""
-    store = open_store(nvme_budget_bytes=2 * FILE_BYTES)
-    store.put(*PAIRS[0])
-    with store.pin([PAIRS[0][0]]), store.exclusive():
-        one, two = (store.put(*PAIRS[1], flush=False) for _ in range(2))
-        other = store.put(*PAIRS[0], flush=False)
-    assert one.result()
-    assert two.result()
-    assert other.done()
-
-
 def test_a_folder_that_is_gone_fails_every_entry_of_a_group(open_store, monkeypatch) -> None:
     """An error that is of no single entry is told to all that were to be written together."""
     store = open_store()

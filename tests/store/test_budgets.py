@@ -22,22 +22,6 @@ def tier_of(store: KVStore, seed: int) -> str:
         return placement.tier
 
 
-def test_nvme_evicts_the_least_recently_used(open_store) -> None:
-    """An entry that was got or put again outlives one that was put after it."""
-    store = open_store(nvme_budget_bytes=3 * FILE_BYTES)
-    for pair in PAIRS[:3]:
-        store.put(*pair)
-    store.get(KEYS[0])
-    store.put(*PAIRS[1])
-    store.put(*PAIRS[3])
-    assert held(store) == [0, 1, 3]
-    assert KEYS[2] not in store
-    assert store.get(KEYS[2]) is None
-    assert files_under(store, "entries") == sorted(str(KEYS[seed]) for seed in (0, 1, 3))
-    assert store.stats().nvme.evictions == 1
-    assert store.stats().nvme.bytes == 3 * FILE_BYTES
-
-
 def test_ram_drops_the_least_recently_used_copy(open_store) -> None:
     """RAM keeps what was used last; what it drops is still on NVMe, and comes back when it is got."""
     store = open_store(ram_budget_bytes=2 * RAM_BYTES)
@@ -100,20 +84,6 @@ def test_entry_above_the_nvme_budget(open_store, flush: bool) -> None:
     assert key not in store
 
 
-def test_pinned_entries_are_spared(open_store) -> None:
-    """Eviction passes over pinned entries in both tiers, however old."""
-    store = open_store(nvme_budget_bytes=2 * FILE_BYTES, ram_budget_bytes=2 * RAM_BYTES)
-    store.put(*PAIRS[0])
-    with store.pin([KEYS[0]]) as (placement,):
-        for pair in PAIRS[1:5]:
-            store.put(*pair)
-        assert held(store) == [0, 4]
-        assert placement.tier == "ram"
-        assert store.stats().ram.entries == 2
-    store.put(*PAIRS[5])
-    assert held(store) == [4, 5]
-
-
 def test_everything_is_pinned(open_store) -> None:
     """A put that could only displace pinned entries is refused, and works after the pins are gone."""
     store = open_store(nvme_budget_bytes=2 * FILE_BYTES, ram_budget_bytes=2 * RAM_BYTES)
@@ -126,20 +96,6 @@ def test_everything_is_pinned(open_store) -> None:
     assert files_under(store, "writing") == []
     store.put(*PAIRS[2])
     assert held(store) == [1, 2]
-
-
-def test_pinned_twice(open_store) -> None:
-    """An entry stays pinned until its last pin ends."""
-    store = open_store(nvme_budget_bytes=FILE_BYTES)
-    store.put(*PAIRS[0])
-    with store.pin([KEYS[0], KEYS[0]]), store.pin([KEYS[0]]):
-        pass
-    with store.pin([KEYS[0]]):
-        with store.pin([KEYS[0], KEYS[0]]):
-            pass
-        with pytest.raises(StoreFullError):
-            store.put(*PAIRS[1])
-    store.put(*PAIRS[1])
 
 
 def test_reopened_with_a_smaller_budget(open_store) -> None:

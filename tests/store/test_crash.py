@@ -10,6 +10,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
+from chunks import documents_of
 from crashes import KEYS, OPERATIONS, PAIRS, check, die_at, die_in_commit, file_of, kill_writers, open_store, prepare, processes
 
 from cacheblend.store import StoreDirectoryError
@@ -54,7 +55,7 @@ def test_killed_at_every_step(context: ForkServerContext, prepared: Path, tmp_pa
         check(directory, faults=operation == "set a damaged entry aside")
         with open_store(directory) as store:
             found = {chunk for chunk, key in enumerate(KEYS) if key in store}
-            versions = {document.id: document.version for document in store.documents.ls()}
+            versions = {document.id: document.version for document in documents_of(store)}
         match operation:
             case "put, which evicts" | "put in the background":
                 assert found in ({0, 1, 2, 3}, {1, 2, 3, 4})

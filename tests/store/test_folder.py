@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from chunks import files_under, make_chunk, same
 
-from cacheblend.store import KVStore, StoreConfig, StoreDirectoryError
+from cacheblend.store import ConfigError, KVStore, StoreConfig, StoreDirectoryError
 
 KEY, KV = make_chunk(1)
 
@@ -51,6 +51,7 @@ def test_someone_elses_folder(tmp_path: Path) -> None:
         ("", "not a store's marker"),
         ("[]", "not a store's marker"),
         ('{"format": 1}', "not a store's marker"),
+        ("[" * 100_000, "not a store's marker"),
         ('{"kind": "photo-store", "format": 1}', "photo-store"),
         ('{"kind": "cacheblend-store", "format": 99}', "format 99.*use the version that made it"),
     ],
@@ -77,12 +78,6 @@ def test_a_marker_is_made_again(tmp_path: Path, marker: bytes | None, caplog: py
         assert same(store.get(KEY), KV)
     assert "store.json is missing or damaged" in caplog.text
     assert json.loads((tmp_path / "store.json").read_text()) == {"kind": "cacheblend-store", "format": 1}
-
-
-def test_deep_json_is_no_marker(tmp_path: Path) -> None:
-    """A folder that holds nothing but nested brackets is refused, not a crash."""
-    (tmp_path / "store.json").write_text("[" * 100_000)
-    refuse(tmp_path, "not a store's marker")
 
 
 def test_marker_that_a_crash_cut_off(tmp_path: Path) -> None:
@@ -145,3 +140,18 @@ def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
     with KVStore(StoreConfig(directory=tmp_path)) as store:
         assert files_under(store, "writing") == []
         assert store.stats().nvme.entries == 1
+
+
+@pytest.mark.parametrize("field", ["ram_budget_bytes", "nvme_budget_bytes"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "2", True, None])
+def test_budgets_are_whole_and_positive(field: str, value: object) -> None:
+    """A budget that is not a positive whole number is refused by name and value."""
+    with pytest.raises(ConfigError, match=f"{field}={value!r}"):
+        StoreConfig(directory="store", **{field: value})
+
+
+@pytest.mark.parametrize("directory", ["", None])
+def test_directory_is_named(directory: object) -> None:
+    """A store without a folder is refused."""
+    with pytest.raises(ConfigError, match="directory"):
+        StoreConfig(directory=directory)

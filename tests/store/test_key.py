@@ -50,22 +50,11 @@ def test_contexts_differ() -> None:
     assert context_digest([1], [[2, 3]]) == context_digest([1], [[2], [3]])
 
 
-def test_fields_can_be_read_back() -> None:
-    """A key tells its model, codec and namespace, for the catalog's columns."""
-    key = ChunkKey.of([5], model="m", namespace="tenant")
-    assert (key.model, key.codec, key.namespace) == ("m", "raw", "tenant")
-
-
 @given(FIELDS, FIELDS)
 def test_keys_differ_where_fields_differ(one: dict, other: dict) -> None:
     """Two keys are equal exactly where all their fields are."""
     assert (ChunkKey.of(**one) == ChunkKey.of(**other)) == (one == other)
     assert (str(ChunkKey.of(**one)) == str(ChunkKey.of(**other))) == (one == other)
-
-
-def test_ids_cannot_move_between_prefix_and_chunk() -> None:
-    """The border between prefix and chunk is part of the key."""
-    assert ChunkKey.of([2, 3], prefix_ids=[1], model="m") != ChunkKey.of([3], prefix_ids=[1, 2], model="m")
 
 
 def test_hashable_and_free_of_the_sequence_type() -> None:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from chunks import FILE_BYTES, RAM_BYTES, file_of, make_chunk, same
+from chunks import FILE_BYTES, RAM_BYTES, documents_of, file_of, make_chunk, same
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -178,7 +178,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def keeps_its_promises(self) -> None:
         assert [row.key for row in self.store.ls()] == [PAIRS[chunk][0] for chunk in self.used]
-        found = {document.id: document for document in self.store.documents.ls()}
+        found = {document.id: document for document in documents_of(self.store)}
         assert set(found) == set(self.documents)
         for name, (version, chunks) in self.documents.items():
             stored = chunks & set(self.used)

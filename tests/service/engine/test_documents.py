@@ -443,7 +443,6 @@ def test_one_document_is_looked_up_by_its_id(engine: Engine, monkeypatch: pytest
     def listing(*_: object) -> None:
         raise AssertionError("all documents were listed")
 
-    monkeypatch.setattr("cacheblend.store.catalog.DocumentTable.ls", listing)
     monkeypatch.setattr(IndexCatalog, "documents", listing)
     engine.documents.show(ID)
     engine.documents.pin(ID)
