@@ -98,11 +98,8 @@ class KVStore:
                 f"an entry of {entry.nbytes} bytes is larger than nvme_budget_bytes={self.config.nvme_budget_bytes}; "
                 "raise the budget or split the chunk"
             )
-        waiting = self._queue.add(write, self._write_waiting)
+        waiting = self._enqueue(write)
         assert waiting is not None, "an entry that is new was not discarded"
-        if waiting is write:
-            self._cache(entry)
-            self._queue.wait_for_room()
         return waiting.stored
 
     def get(self, key: ChunkKey) -> ChunkKV | None:
@@ -321,12 +318,15 @@ class KVStore:
         """Store an entry that came from the remote tier, unless it was deleted after a generation of the queue."""
         if entry.nbytes > self.config.nvme_budget_bytes:
             return False
-        write = PendingWrite(entry, is_copy=True)
+        return self._enqueue(PendingWrite(entry, is_copy=True), since) is not None
+
+    def _enqueue(self, write: PendingWrite, since: int | None = None) -> PendingWrite | None:
+        """Queue an entry, readable from now on, and wait while the queue is too long; see `WriteQueue.add`."""
         waiting = self._queue.add(write, self._write_waiting, since)
         if waiting is write:
-            self._cache(entry)
+            self._cache(write.entry)
             self._queue.wait_for_room()
-        return waiting is not None
+        return waiting
 
     def _check_open(self) -> None:
         if self._closed:
