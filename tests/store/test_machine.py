@@ -62,7 +62,7 @@ class StoreMachine(RuleBasedStateMachine):
         victims = [other for other in self.used if other not in self.pinned()]
         full = chunk not in self.used and len(self.used) == NVME_ENTRIES
         try:
-            self.store.put(*PAIRS[chunk], flush=flush)
+            self.store.put(*PAIRS[chunk], flush=flush).result()
             self.store.flush()
         except StoreFullError:
             assert full
