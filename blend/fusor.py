@@ -20,7 +20,7 @@ from .decoder import Decoder
 from .families import VERIFIED, check_model, fingerprint_module
 from .fidelity import check_against_model
 from .fusion import Fusion, FusionSteps
-from .generation import OnToken, continue_from
+from .generation import continue_from
 from .interfaces import LayerKV, LayerSink, LayerSource, ModelRunner, ResidentLayers
 from .layer_passes import SharedPrefix
 from .loading import DTypeOption, load_model, load_tokenizer
@@ -246,17 +246,13 @@ class Fusor:
         none = torch.zeros(len(token_ids))
         return FusionResult(output.logits[0, -1].float(), cache, tuple(token_ids), everywhere, everywhere, none, 0, 0)
 
-    def generate(
-        self, fused: FusionResult, max_new_tokens: int = 32, *, on_token: OnToken | None = None, **kwargs: Any
-    ) -> list[int]:
+    def generate(self, fused: FusionResult, max_new_tokens: int = 32, **kwargs: Any) -> list[int]:
         """Continue as `model.generate` does: the first token from `fused.logits`, later ones from `fused.cache`, which is not
         changed.
 
         Args:
             fused: a fused or prefilled prompt.
             max_new_tokens: at least 1.
-            on_token: called with (token, cache) after each token's KV is appended (the last token's is not). It must not modify
-                the cache.
             kwargs: further arguments of `generate` for one sequence: `do_sample`, `temperature`, `streamer`, ...
 
         Raises:
@@ -267,7 +263,7 @@ class Fusor:
         if several or own or max_new_tokens < 1:
             named = ", ".join([*several, *own]) or f"max_new_tokens={max_new_tokens}"
             raise InputError(f"{named}: a fused prompt continues as one sequence of at least one token, in its own cache")
-        return continue_from(self.model, fused, max_new_tokens, on_token, **kwargs)
+        return continue_from(self.model, fused, max_new_tokens, **kwargs)
 
     def _check_tokens(self, token_ids: Sequence[int]) -> None:
         if self.max_positions is not None and len(token_ids) > self.max_positions:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import DynamicCache, PreTrainedModel
 
-OnToken = Callable[[int, "DynamicCache"], None]
 SOURCE = Path(__file__).with_name("decode_attention.c")
 MAX_VECTORS = 256  # of 16 numbers each, for a KV head's queries: more do not fit the registers
 
@@ -272,9 +271,7 @@ class NextToken:
         return "length" if len(self.token_ids) >= self._max_new_tokens else None
 
 
-def continue_from(
-    model: PreTrainedModel, fused: FusionResult, max_new_tokens: int, on_token: OnToken | None = None, **kwargs: Any
-) -> list[int]:
+def continue_from(model: PreTrainedModel, fused: FusionResult, max_new_tokens: int, **kwargs: Any) -> list[int]:
     """Generate tokens after the prompt with `model.generate`; the arguments are those of `Fusor.generate`.
 
     With a full cache `generate` would prefill the prompt a second time without a warning. So its first forward returns the
@@ -291,10 +288,7 @@ def continue_from(
     def forward(*args: Any, **inputs: Any) -> Any:
         if prefilled:
             return prefilled.pop()
-        output = own_forward(*args, **inputs)
-        if on_token is not None:
-            on_token(int(inputs["input_ids"][0, -1]), cache)
-        return output
+        return own_forward(*args, **inputs)
 
     continuation: Any = copy.copy(model)
     continuation.forward = forward  # of this shallow copy alone

@@ -20,18 +20,16 @@ from cacheblend.loader import LoadingController
 from cacheblend.retriever import Chunk, Document, Embedder, Retriever, ScoredChunk, checked_between_batches, in_reading_order
 from cacheblend.store import KVStore
 
-from .background_precompute import BackgroundPrecompute, Foreground
+from .background_precompute import BackgroundPrecompute
 from .chunk_context import ChunkContexts, ChunkEncoder
-from .chunk_texts import ChunkTexts
 from .config import SETTINGS_FILE, EngineConfig, check_max_tokens, load_fusor, remember_settings
 from .decoding import Piece
 from .documents import Documents
 from .ingest import BATCH_DOCUMENTS, DocumentEncoder, IngestReport, ingest, ingest_stream
-from .prefill import Prefiller, PrefillSteps
-from .prefix_cache import PrefixCache
+from .prefill import Prefiller, PrefillSteps, PrefixCache
 from .profiles import calibrated, find_calibration, find_controller
-from .prompt import PromptChunk, PromptRenderer, check_characters
-from .request import Answer, Done, Request, RequestOptions, namespace_of
+from .prompt import ChunkTexts, PromptChunk, PromptRenderer, check_characters
+from .request import Answer, Done, Foreground, Request, RequestOptions, namespace_of
 
 logger = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -21,11 +22,11 @@ from cacheblend.retriever import Chunk, ScoredChunk
 from .blend_plan import PlannedSegment
 from .config import UNSALTED
 from .decoding import Decoding, Piece, Sampling, TokenLogprob
-from .prefix_cache import CachedPrefix
 from .prompt import PromptLayout, PromptTokens
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .prefill import Prefill
 
 
 def namespace_of(cache_salt: str) -> str:
@@ -243,29 +244,40 @@ class Failed:
 Event = Piece | Done | Failed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Prefill:
-    """A prompt's prefill.
+class Foreground:
+    """Requests that run on a model now, of all engines that share it; a context manager around each. Thread-safe.
 
-    Args:
-        fused: KV and first logits.
-        segments: what they were made from, in the prompt's order.
-        ratio: the ratio that was asked of the fusor; None where it had no say.
-        loading: what the loading controller expected; None where it was not asked.
-        lookup_s, load_s, loaded_bytes: see `Timings` and `AnswerPlan`.
-        prefix: holds the prompt's blocks for later prompts; None where nothing does.
-        ended: `time.perf_counter` at its end.
+    Background work on the model gives way to them.
     """
 
-    fused: FusionResult
-    segments: tuple[PlannedSegment, ...]
-    ratio: float | None = None
-    loading: LoadingPlan | None = None
-    lookup_s: float = 0.0
-    load_s: float = 0.0
-    loaded_bytes: Mapping[str, int] = field(default_factory=dict)
-    prefix: CachedPrefix | None = None
-    ended: float = field(default_factory=time.perf_counter)
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running = 0
+
+    @property
+    def running(self) -> int:
+        """Requests that run now."""
+        with self._changed:
+            return self._running
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._running += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._running -= 1
+            self._changed.notify_all()
+
+    def wait_for_pause(self, timeout_s: float, cancelled: Callable[[], bool]) -> None:
+        """Wait until no request runs, at most `timeout_s` seconds; `cancelled` is asked again after each `wake`."""
+        with self._changed:
+            self._changed.wait_for(lambda: cancelled() or not self._running, timeout=timeout_s)
+
+    def wake(self) -> None:
+        """Have all who wait ask again whether they are cancelled."""
+        with self._changed:
+            self._changed.notify_all()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -124,23 +124,24 @@ def test_precomputes_give_way_to_requests(engine: Engine, monkeypatch: pytest.Mo
     """While a request runs no missed chunk is computed, not its own either; when it is done, or has failed, they are."""
     monkeypatch.setattr("cacheblend.service.engine.background_precompute.POSTPONE_S", 60.0)
     missing = key_of(engine, ask(engine).chunks[0].chunk)
-    generate, pause, seen = engine.fusor.generate, threading.Event(), []
+    decoder = engine.fusor.decoder
+    decode, pause, seen = decoder.decode, threading.Event(), []
 
-    def slow(*arguments: object, **options: object) -> list[int]:
+    def slow(*arguments: Any) -> Any:
         pause.wait(0.1)  # room for a precompute that does not wait
         seen.append(missing in engine.store)
-        return generate(*arguments, **options)
+        return decode(*arguments)
 
-    def failing(*_: object, **__: object) -> None:
+    def failing(*_: object) -> None:
         raise RuntimeError("no")
 
     engine.store.delete(missing)
-    monkeypatch.setattr(engine.fusor, "generate", slow)
-    ask(engine)
+    monkeypatch.setattr(decoder, "decode", slow)
+    ask(engine, max_tokens=2)
     wait_until(lambda: missing in engine.store)
     assert seen == [False]
     engine.store.delete(missing)
-    monkeypatch.setattr(engine.fusor, "generate", failing)
+    monkeypatch.setattr(decoder, "decode", failing)
     with pytest.raises(RuntimeError, match="no"):
         ask(engine)
     wait_until(lambda: missing in engine.store)
