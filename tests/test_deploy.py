@@ -64,13 +64,6 @@ def test_the_image_has_what_a_deployment_asks_for() -> None:
     assert re.search(r"apt-get install .*\bgcc\b", text.partition("COPY --from=build")[0].rpartition("FROM ")[2])
 
 
-def test_the_unit_is_bounded() -> None:
-    """The service's unit bounds its memory and its threads, and starts it again after an end that it did not choose."""
-    lines = dict(line.split("=", 1) for line in (DEPLOY / "cacheblend.service").read_text().splitlines() if "=" in line)
-    assert lines["Restart"] == "on-failure"
-    assert {"MemoryMax", "TasksMax", "OOMPolicy", "TimeoutStopSec"} <= set(lines)
-
-
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     """Every metric in a panel is one that the service exports, and the panels use the data source that is provisioned."""
     dashboard = json.loads((DEPLOY / "grafana" / "cacheblend.json").read_text())

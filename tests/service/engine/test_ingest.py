@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
-from datetime import timedelta
 from itertools import islice, pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -385,28 +384,3 @@ def test_progress(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         progress.documents, progress.tokens = 1, 70
         now += 10
         assert progress.line() == "1 documents, 70 tokens, 7 tokens/s"
-
-
-def test_progress_of_one_long_text(file: Path, monkeypatch: pytest.MonkeyPatch, open_engine: OpenEngine) -> None:
-    """At three quarters of one text of few characters a token, a third of the time so far is left."""
-    now = 100.0
-    monkeypatch.setattr("cacheblend.cli.terminal.time.monotonic", lambda: now)
-    text = "".join(chr(33 + number * number % 89) for number in range(2000))
-    file.write_text(json.dumps({"id": "1", "text": text}) + "\n")
-    stream, lines = DocumentStream([str(file)]), list[str]()
-
-    class Slow(IngestProgress):
-        def note(self, stage: str, done: int, total: int) -> None:
-            nonlocal now
-            now += 10 if stage == "precompute" else 0
-            super().note(stage, done, total)
-            if stage == "precompute":
-                lines.append(self.line())
-
-    with open_engine() as engine, Slow(stream, StreamSize(1, len(text))) as progress:
-        report = engine.ingest_stream(stream, progress)
-    assert report.tokens * 2 > len(text)
-    assert report.computed >= 16
-    at = report.computed * 3 // 4
-    left_s = round(10 * at * (report.computed - at) / at)
-    assert lines[at - 1].endswith(f", {timedelta(seconds=left_s)} left")
