@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
-from cacheblend.base.errors import InputError, RetrieverError
+from cacheblend.base.errors import InputError, RetrieverError, needs_extra
 from cacheblend.base.threads import Check
 
 from .config import RetrieverConfig
@@ -91,7 +91,7 @@ class PlainTokenizer:
         at_sentences: bool = False,
         check: Check = lambda: None,
     ) -> list[str]:
-        """Cut `text` every `max_tokens` tokens; no piece is empty.
+        """Cut `text` every `max_tokens` tokens, by LangChain's token splitter; no piece is empty.
 
         With `at_sentences` a piece ends at the last of the best `BREAKS` in its second half; and the last piece is no shorter
         than a quarter, unless it is the only one.
@@ -149,13 +149,21 @@ class PlainTokenizer:
         return [*tokens, *self._encode(text[done:], start + done)]
 
 
-def _token_spans(_: str, borders: list[int], max_tokens: int, overlap_tokens: int) -> Iterator[tuple[int, int]]:
+def _token_spans(text: str, borders: list[int], max_tokens: int, overlap_tokens: int) -> Iterator[tuple[int, int]]:
     """Start and end of each piece of just so many tokens; token t reaches from `borders[t]` to `borders[t + 1]`."""
-    last = 0
-    while last < len(borders) - 1:
-        first = max(0, last - overlap_tokens)
-        last = min(first + max_tokens, len(borders) - 1)
-        yield borders[first], borders[last]
+    with needs_extra("rag"):  # here, as it takes a quarter of a second that most commands' start can spare
+        from langchain_text_splitters.base import Tokenizer as TokenSplit
+        from langchain_text_splitters.base import split_text_on_tokens
+    # LangChain counts and slices tokens; each token is its number here, and a piece is "decoded" to its first and last one.
+    split = TokenSplit(
+        chunk_overlap=overlap_tokens,
+        tokens_per_chunk=max_tokens,
+        encode=lambda _: list(range(len(borders) - 1)),
+        decode=lambda numbers: f"{numbers[0]} {numbers[-1]}",
+    )
+    for piece in split_text_on_tokens(text=text, tokenizer=split):
+        first, last = map(int, piece.split())
+        yield borders[first], borders[last + 1]
 
 
 def _sentence_spans(text: str, borders: list[int], max_tokens: int, overlap_tokens: int) -> Iterator[tuple[int, int]]:

@@ -16,7 +16,7 @@ if [ ! -e "$environment/.installed" ]; then
     # Of text models vLLM needs none of these, and builds that do not fit its PyTorch stop transformers.
     "$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
     # vLLM pins its own fastapi; what the project needs beside vLLM's dependencies is little.
-    "$python" -m pip install --quiet setuptools faiss-cpu xxhash threadpoolctl pathspec obstore pytest pytest-timeout hypothesis
+    "$python" -m pip install --quiet setuptools faiss-cpu langchain-text-splitters xxhash threadpoolctl pathspec obstore pytest pytest-timeout hypothesis
     touch "$environment/.installed"
 fi
 "$python" -m pip install --quiet --no-deps --no-build-isolation --editable .

@@ -16,7 +16,7 @@ from cacheblend.base.errors import MissingExtraError, needs_extra
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 # What the extras bring; sklearn comes with sentence-transformers, and transformers uses it where it is.
 OPTIONAL = (
-    *("faiss", "sentence_transformers", "langchain_core", "threadpoolctl", "sklearn", "scipy"),
+    *("faiss", "sentence_transformers", "langchain_text_splitters", "langchain_core", "threadpoolctl", "sklearn", "scipy"),
     *("fastapi", "starlette", "uvicorn", "prometheus_client", "matplotlib", "rouge_score", "gguf", "accelerate"),
     *(() if any(re.match(r"httpx\b", name) for name in requires("huggingface_hub") or ()) else ("httpx",)),
 )
@@ -51,7 +51,7 @@ def test_the_core() -> None:
         ("from cacheblend import Engine", "rag"),
         ("from cacheblend import Retriever", "rag"),
         ("import cacheblend.integrations.langchain", "langchain"),
-        ("for name in ('faiss', 'sentence_transformers', 'threadpoolctl', 'sklearn', 'scipy'):\n"
+        ("for name in ('faiss', 'sentence_transformers', 'langchain_text_splitters', 'threadpoolctl', 'sklearn', 'scipy'):\n"
          "    del sys.modules[name]\nfrom cacheblend.cli.main import main\nmain(['serve', '-mm', '--port=0'])", "server"),
     ],
 )  # fmt: skip
