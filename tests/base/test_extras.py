@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,6 @@ PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 OPTIONAL = (
     *("faiss", "sentence_transformers", "langchain_text_splitters", "langchain_core", "threadpoolctl", "sklearn", "scipy"),
     *("fastapi", "starlette", "uvicorn", "prometheus_client", "matplotlib", "rouge_score", "gguf", "accelerate"),
-    *(() if any(re.match(r"httpx\b", name) for name in requires("huggingface_hub") or ()) else ("httpx",)),
 )
 
 
