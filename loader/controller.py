@@ -136,12 +136,6 @@ class LoadingController:
         """Predicted seconds of a full prefill."""
         return self._recompute.prefill_s(tokens) * self._compute.factor
 
-    def predict_s(self, ratio: float, reads: Sequence[Read], reusable: int, fresh: int, exact: int = 0) -> float:
-        """Seconds of a prefill at a given ratio; 1 is full recompute. Other arguments as in `plan`."""
-        if ratio >= 1:
-            return self.full_s(reusable + fresh + exact)
-        return self._pipeline(self._request(reads, reusable, fresh, exact), ratio).total_s
-
     def record(self, plan: LoadingPlan, *, load_s: float, compute_s: float | None) -> None:
         """Correct the predictions by a request's measured seconds, once its prefill is done.
 

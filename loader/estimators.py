@@ -91,7 +91,7 @@ class RecomputeEstimator:
             ratio: recompute ratio.
             reusable: tokens with stored KV that the ratio counts.
             fresh: tokens without stored KV.
-            exact: tokens of exact segments.
+            exact: tokens of exact segments, of which only the KV is read.
         """
         asked: list[float] = []
         if self._schedule.uses_question_attention and reusable and 0 < ratio < 1:
@@ -104,14 +104,7 @@ class RecomputeEstimator:
         return [*((seconds, True) for seconds in asked), *((seconds, layer >= first) for layer, seconds in blended)]
 
     def layer_s(self, ratio: float, reusable: int, fresh: int, exact: int = 0) -> list[float]:
-        """Seconds of each layer of a blend with loaded KV; the last layer's include the logits.
-
-        Args:
-            ratio: recompute ratio.
-            reusable: tokens with stored KV that the ratio counts.
-            fresh: tokens without stored KV.
-            exact: tokens of exact segments, of which only the KV is read.
-        """
+        """Seconds of each layer of a blend with loaded KV; the last layer's include the logits. Arguments as in `steps`."""
         tokens = reusable + fresh + exact
         counts = self._schedule.counts(reusable, self.layers, ratio)
         rows = counts[0] + fresh
@@ -155,17 +148,12 @@ class WorkEstimator:
             fresh: tokens without stored KV.
             exact: tokens of exact segments, which a full prefill computes as well.
         """
-        return bool(reusable) and self.share(ratio, reusable, fresh, exact) > WORTH_BLENDING
-
-    def share(self, ratio: float, reusable: int, fresh: int, exact: int = 0) -> float:
-        """A blend's work over a full prefill's; arguments as in `is_short`."""
-        operations = FIXED_MULTIPLY_ADDS[self.device_type] / self.row_multiply_adds
-        fixed = min(FIXED_ROWS + operations, MAX_FIXED_ROWS)
+        fixed = min(FIXED_ROWS + FIXED_MULTIPLY_ADDS[self.device_type] / self.row_multiply_adds, MAX_FIXED_ROWS)
         passes = [count + fresh for count in self.schedule.counts(reusable, self.layers, ratio)]
         if self.schedule.uses_question_attention and 0 < ratio < 1:
             passes += [min(fresh, MAX_QUESTION_TOKENS)] * (self.layers - 1)
-        blend = sum(passes) + fixed * len(passes)
-        return blend / (self.layers * (reusable + fresh + exact + fixed))
+        full = self.layers * (reusable + fresh + exact + fixed)
+        return bool(reusable) and sum(passes) + fixed * len(passes) > WORTH_BLENDING * full
 
 
 def fit(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> NDArray[np.float64]:

@@ -224,16 +224,7 @@ class LayerLoader:
         self._tasks = [THREADS.run(load_all) for _ in range(threads)]
 
     def fetch_kv(self, kv: KVHandle, layer: int, buffer: LayerBuffer, start: int, stop: int) -> None:
-        """Load one layer of a chunk to its place in the prompt's layer (the paper's `fetch_kv`); several threads call it at
-        once.
-
-        Args:
-            kv: the chunk's KV.
-            layer: index of the layer.
-            buffer: buffer of the prompt's layer, on the device.
-            start: the chunk's first position.
-            stop: the position after its last.
-        """
+        """Load a chunk's layer to the positions from `start` to `stop` of the prompt (the paper's `fetch_kv`). Thread-safe."""
         if self._is_copy(kv, self._geometry):
             kv.copy_layer(layer, buffer.layer_kv.kv_21HND[:, 0, :, start:stop])
         else:

@@ -197,10 +197,9 @@ class Calibration:
         ratio: r*, the recompute ratio, 0..1.
         measures: this setting's losses.
         thresholds: limits of the choice. If no setting was within them, the one of least KL was chosen.
-        curve: the measured ratios of this context and selector, rising, each with its mean first-token KL in nats, of raw KV.
 
     Raises:
-        ProfileError: a value is of another kind, the selector unknown, the ratio outside 0..1, or the curve malformed.
+        ProfileError: a value is of another kind, the selector unknown, or the ratio outside 0..1.
     """
 
     model: str
@@ -210,15 +209,12 @@ class Calibration:
     ratio: float
     measures: Measures
     thresholds: Thresholds
-    curve: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
-        numbers = [number for point in self.curve for number in point]
         is_good = {
             **{name: isinstance(getattr(self, name), str) for name in ("model", "prefix", "context")},
             "selector": self.selector in SELECTORS,
             "ratio": is_number(self.ratio) and 0 <= self.ratio <= 1,
-            "curve": all(map(is_number, numbers)) and numbers[::2] == sorted(numbers[::2]),
         }
         for name, good in is_good.items():
             if not good:
@@ -306,7 +302,6 @@ def read_calibration(directory: Path, *, model: str, prefix: str) -> Calibration
         return None
     with _values_of(path, "calibrate", CALIBRATION_FORMAT) as values:
         values["measures"], values["thresholds"] = Measures(**values["measures"]), Thresholds(**values["thresholds"])
-        values["curve"] = tuple((ratio, kl_nats) for ratio, kl_nats in values["curve"])
         calibration = Calibration(**values)
     own = {"model": calibration.model, "prefix": calibration.prefix}
     _refuse_others(str(path), "calibrate", own, {"model": model, "prefix": prefix})

@@ -135,7 +135,6 @@ def calibrate(
         ratio=chosen.ratio,
         measures=chosen.measures,
         thresholds=thresholds,
-        curve=loss_curve(curves, chosen.context, selector),
     )
     return CalibrationRun(
         calibration=calibration,
@@ -184,12 +183,6 @@ def selector_beyond(chosen: Setting, curves: Sequence[Setting]) -> str | None:
     if not above:
         return None
     return min(above, key=lambda setting: (setting.ratio, setting.measures.first_token_kl_nats)).selector
-
-
-def loss_curve(curves: Sequence[Setting], context: str, selector: str) -> tuple[tuple[float, float], ...]:
-    """The measured ratios of a context and selector, rising, each with its first-token KL; at ratio 0 nothing is selected."""
-    own = [setting for setting in curves if setting.context == context and setting.selector in (None, selector)]
-    return tuple(sorted((setting.ratio, setting.measures.first_token_kl_nats) for setting in own))
 
 
 def _measures(found: dict[str, Any]) -> Measures:

@@ -14,7 +14,7 @@ from cacheblend.blend import SELECTORS, Fusor
 from cacheblend.eval.data import DocumentsSource
 from cacheblend.eval.data.documents_source import chunk_questions, topic
 from cacheblend.eval.method_plan import METHOD_OF_SELECTOR
-from cacheblend.eval.run.calibration import Setting, calibration_config, choose, loss_curve, selector_beyond
+from cacheblend.eval.run.calibration import Setting, calibration_config, choose, selector_beyond
 from cacheblend.loader import Measures, Thresholds
 from cacheblend.retriever import Chunk, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
@@ -67,13 +67,6 @@ def test_the_selector_beyond_ratio_0() -> None:
     others = [setting(kl=0.003), setting(ratio=0.3, kl=0.0), setting("bos", "random", kl=0.0)]
     assert selector_beyond(reuse, [reuse, *others, best]) == "first_tokens"
     assert selector_beyond(reuse, [reuse]) is None
-
-
-def test_the_curve_is_of_the_choice() -> None:
-    """The curve has the ratios of one context and selector, and ratio 0, where nothing is selected."""
-    reuse, low, high = setting(selector=None, ratio=0.0, kl=0.3), setting(kl=0.2), setting(ratio=0.5, kl=0.1)
-    others = [setting("bos"), setting(selector="first_tokens")]
-    assert loss_curve([high, *others, low, reuse], "default", "gradual") == ((0.0, 0.3), (0.1, 0.2), (0.5, 0.1))
 
 
 def test_every_setting_is_measured_once() -> None:

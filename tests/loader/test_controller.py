@@ -101,17 +101,6 @@ def test_the_faster_way_is_taken(rate: float, reusable: int, fresh: int, layers:
     assert made.prefill_s == pytest.approx(made.full_s if made.full_recompute else blended.total_s)
 
 
-@given(rate=rates, reusable=tokens, fresh=tokens, ratio=st.floats(0.01, 0.99))
-@settings(deadline=None, max_examples=60)
-def test_a_ratio_that_is_asked_for(rate: float, reusable: int, fresh: int, ratio: float) -> None:
-    """A blend is predicted at whatever ratio is asked for, and full prefill at ratio 1."""
-    controller = controller_of(rate)
-    predicted_s = controller.predict_s(ratio, reads(reusable), reusable, fresh)
-    assert predicted_s == pytest.approx(blend_s(controller, ratio, reusable, fresh).total_s)
-    full_s = controller.plan(reads(reusable), reusable, fresh).full_s
-    assert controller.predict_s(1.0, reads(reusable), reusable, fresh) == pytest.approx(full_s)
-
-
 def test_the_papers_example() -> None:
     """Loading of 3 of 10 ms a layer hides a recompute of three tenths (paper figure 10a), less what layer 0 gives away."""
     made = controller_of(1000 * LAYER_TOKEN_BYTES / 0.003, layers=101).plan(reads(1000), 1000, 0)

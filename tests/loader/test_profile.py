@@ -161,7 +161,6 @@ CALIBRATION = Calibration(
     ratio=0.1,
     measures=MEASURES,
     thresholds=Thresholds(max_kl=0.05),
-    curve=((0.0, 0.09), (0.1, 0.03), (0.2, 0.02)),
 )
 
 
@@ -192,9 +191,6 @@ def test_a_calibration_is_found(tmp_path: Path) -> None:
         ({"measures": 3}, "cannot be used"),
         ({"thresholds": {"max_kl": -1}}, "max_kl"),
         ({"surplus": 1}, "surplus"),
-        ({"curve": [[0.1, 0.2], [0, 0.3]]}, "curve="),
-        ({"curve": [[0.1, "0.2"]]}, "curve="),
-        ({"curve": [0.1]}, "cannot be used"),
     ],
 )
 def test_damaged_calibrations(tmp_path: Path, change: dict[str, Any], says: str) -> None:
