@@ -61,9 +61,7 @@ CREATE TABLE IF NOT EXISTS chunks (
 );
 """
 INSERT_DOCUMENT = "INSERT INTO documents (id, version, title, created_s, chunks, checksum) VALUES (?, ?, ?, ?, ?, ?)"
-INSERT_CHUNK = (
-    "INSERT INTO chunks (document_id, position, text, token_ids, vector, checksum) VALUES (?, ?, ?, ?, ?, ?) RETURNING id"
-)
+INSERT_CHUNK = "INSERT INTO chunks (document_id, position, text, token_ids, vector, checksum) VALUES (?, ?, ?, ?, ?, ?)"
 SELECT_DOCUMENTS = "SELECT id, version, title, chunks, created_s, checksum FROM documents "
 JOINED = "FROM chunks c JOIN documents d ON d.id = c.document_id"
 SELECT_CHUNKS = f"""
@@ -226,11 +224,7 @@ class Catalog:
         return self._with_reserve(step)
 
     def check_room(self, more_bytes: int = 0) -> None:
-        """Refuse more bytes than the budget has room for.
-
-        Raises:
-            BudgetTooSmallError: the tables and the bytes are more than the budget.
-        """
+        """Refuse more bytes than the budget has room for, by `BudgetTooSmallError`."""
         if self._budget_bytes is None:
             return
         pragmas = ("page_count", "freelist_count", "page_size")
@@ -242,12 +236,7 @@ class Catalog:
             )
 
     def verify(self, *, repair: bool = False) -> IndexReport:
-        """Check every row; with `repair`, repair what can be repaired. See `IndexReport`.
-
-        Raises:
-            RetrieverError: SQLite's own structure is broken beyond that.
-            StoreFullError: the disk has no room for the repair.
-        """
+        """Check every row; with `repair`, repair what can be repaired, or raise `RetrieverError`. See `IndexReport`."""
         broken = self._broken_structure()
         if broken and repair:
             self._sql("REINDEX")
@@ -306,16 +295,7 @@ class Catalog:
     def documents(
         self, limit: int | None = None, after: str | None = None, *, newest_first: bool = False
     ) -> list[CatalogedDocument]:
-        """Documents in the order of adding, or in reverse.
-
-        Args:
-            limit: how many at most; None for all.
-            after: id of the document that they follow in that order; None for the first ones.
-            newest_first: whether the order is reversed.
-
-        Raises:
-            InputError: there is no document `after`.
-        """
+        """At most `limit` documents, in the order of adding or in reverse, that follow the one with the id `after`."""
         if after is not None and self.version(after) is None:
             raise self._unknown(after)
         comparison, order = ("<", "DESC") if newest_first else (">", "ASC")
@@ -338,12 +318,7 @@ class Catalog:
         return True
 
     def chunks(self, document_id: str | None = None) -> list[Chunk]:
-        """The chunks of a document, or all, in the order of adding.
-
-        Raises:
-            InputError: there is no such document.
-            DamagedDocumentError: a row is missing, or is not what was written.
-        """
+        """The chunks of a document, or all, in the order of adding; an error if a row is missing, or not what was written."""
         if document_id is None:
             return [_chunk_of(row) for row in self._sql(SELECT_CHUNKS + "ORDER BY c.id")]
         rows = self._sql(SELECT_CHUNKS + "WHERE c.document_id = ? ORDER BY c.id", (document_id,))
@@ -377,8 +352,7 @@ class Catalog:
     def vectors(self) -> tuple[list[int], NDArray[np.float32]]:
         """Index ids of all chunks, ascending, and their vectors, float32 (N, D).
 
-        Vectors of a wrong length or with NaN are left out, and logged. Other damage is found with its chunk, when a question
-        comes upon it.
+        Vectors of a wrong length or with NaN are left out, and logged. A question that finds a chunk finds its other damage.
         """
         dimensions = self.dimensions or 0
         vectors: dict[int, NDArray[np.float32]] = {}
@@ -404,7 +378,7 @@ class Catalog:
         token_ids, vector = np.asarray(chunk.token_ids, dtype="<i4").tobytes(), vector_D.astype("<f4").tobytes()
         checksum = row_checksum(chunk.document_id, chunk.version, chunk.position, chunk.text, token_ids, vector)
         row = (chunk.document_id, chunk.position, chunk.text, token_ids, vector, checksum)
-        [[id_]] = self._sql(INSERT_CHUNK, row)
+        [[id_]] = self._sql(f"{INSERT_CHUNK} RETURNING id", row)
         return int(id_)
 
     def _remove(self, document_id: str) -> list[int]:
