@@ -51,7 +51,7 @@ class CacheBlendRetriever(BaseRetriever):
         num_chunks: to find, or as many as there are.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
     engine: SkipValidation[Engine]
     num_chunks: int = 6
 

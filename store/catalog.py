@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -272,9 +271,10 @@ class Catalog:
                 _insert(transaction, found())
                 transaction.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         elif version != SCHEMA_VERSION:
+            older = f"; or, with no process using the store, move {path.name}* away: it is made again from the entries' files"
             raise StoreDirectoryError(
                 f"{path} has schema {version}, this version of cacheblend reads {SCHEMA_VERSION}; "
-                "use the version that made it, or a new folder"
+                f"use the version that made it, or a new folder{older if version < SCHEMA_VERSION else ''}"
             )
         else:
             self._check_rows()
@@ -353,8 +353,8 @@ class DocumentTable:
 
     def ids(self, prefix: str = "") -> list[str]:
         """Every document's id that begins with a text, in order."""
-        end = prefix_end(prefix) if prefix else chr(sys.maxunicode)
-        rows = self._database.rows("SELECT id FROM documents WHERE id >= ? AND id < ? ORDER BY id", prefix, end)
+        within, bounds = ("WHERE id >= ? AND id < ?", (prefix, prefix_end(prefix))) if prefix else ("", ())
+        rows = self._database.rows(f"SELECT id FROM documents {within} ORDER BY id", *bounds)
         return [id_ for (id_,) in rows]
 
     def put(self, documents: Iterable[tuple[str, str, Sequence[ChunkKey]]]) -> int:

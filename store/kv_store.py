@@ -50,7 +50,14 @@ class KVStore:
         *cached, (_, nvme_budget) = config.budgets().items()
         self._caches: tuple[CacheTier, ...] = tuple(CACHE_TIERS[name](budget, self._pins) for name, budget in cached)
         self._remote = self._open_remote()
-        self._nvme = NvmeTier(StoreFolder(Path(config.directory)), nvme_budget, self._pins, direct_reads=config.direct_reads)
+        try:
+            self._nvme = NvmeTier(
+                StoreFolder(Path(config.directory)), nvme_budget, self._pins, direct_reads=config.direct_reads
+            )
+        except BaseException:
+            if self._remote is not None:
+                self._remote.close()
+            raise
         self._tiers: tuple[KVTier, ...] = (*self._caches, self._nvme)
         self._queue = WriteQueue(config.write_queue_bytes)
         self._counting = threading.Lock()

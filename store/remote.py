@@ -488,6 +488,8 @@ class RemoteTier:
                 pause_s = max(self._writes.pause_left_s(), attempt * FIRST_PAUSE_S)
                 if self._changed.wait_for(lambda: not self._is_sending, pause_s):
                     return False
+                if self._changes.get(digest, digest) is not entry:  # a later change has come in its place
+                    return False
             made = self._writer.submit(change)
             try:
                 made.result()
