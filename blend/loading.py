@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DTypeOption = torch.dtype | Literal["auto", "float32", "bfloat16", "float16"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Instruction sets of CPUs, by the system's names: without one of them 16 bits are as slow as float32, or far slower.
-FAST = {torch.bfloat16: ("amx_bf16", "avx512_bf16", "bf16"), torch.float16: ("amx_fp16", "avx512_fp16")}
+FAST = {torch.bfloat16: ("amx_bf16", "avx512_bf16", "bf16"), torch.float16: ("amx_fp16", "avx512_fp16", "asimdhp")}
 NO_CODE = {"trust_remote_code": False}  # left out, transformers asks at a terminal, and runs it where one says yes
 
 

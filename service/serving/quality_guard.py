@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
@@ -88,16 +88,14 @@ class ShadowEvaluation:
         floor, window: see `QualityGuard`.
         tokens: first greedy tokens that are compared.
         observer: called with every report. Must return at once.
-
-    Attributes:
-        guards: by tenant.
     """
 
     def __init__(
         self, *, share: float, floor: float, window: int, tokens: int, observer: Callable[[ShadowReport], None]
     ) -> None:
         self._share, self._floor, self._tokens, self._observer = share, floor, tokens, observer
-        self.guards: defaultdict[str, QualityGuard] = defaultdict(lambda: QualityGuard(floor, window))
+        self._window = window
+        self._guards: dict[str, QualityGuard] = {}
         self._sampled: Request | None = None  # from its prefill to the end of its comparison
         self._steps: Generator[object, None, Comparison | None] | None = None
 
@@ -106,11 +104,15 @@ class ShadowEvaluation:
         """Whether a comparison waits or has begun."""
         return self._steps is not None
 
+    def guard(self, tenant: str) -> QualityGuard:
+        """The tenant's guard, made at its first use. Thread-safe."""
+        return self._guards.setdefault(tenant, QualityGuard(self._floor, self._window))
+
     def admit(self, request: Request) -> None:
         """Sample some requests before their prefill, and switch all to full recompute if the guard says so."""
         if request.method != "blend" or request.asked.recompute_ratio is not None:  # which the caller chose
             return
-        if self.guards[request.tenant].full_recompute:
+        if self.guard(request.tenant).full_recompute:
             request.method = "full_recompute"
         if self._sampled is None and request.leader is None and random.random() < self._share:
             request.holds_kv, self._sampled = True, request
@@ -164,7 +166,7 @@ class ShadowEvaluation:
     def _record(self, comparison: Comparison | None) -> None:
         assert self._sampled is not None
         tenant, blended = self._sampled.tenant, self._sampled.method == "blend"
-        guard = self.guards[tenant]
+        guard = self.guard(tenant)
         if comparison is not None and blended is not guard.full_recompute and guard.record(comparison):
             logger.warning(
                 "the quality guard of %s: blended answers agree %s with full prefill's (guard_floor=%g); prompts are %s",

@@ -252,7 +252,7 @@ class Scheduler:
 
     def quality(self, tenant: str) -> dict[str, Any]:
         """How a tenant's blended prompts compare with full prefill; see `QualityGuard.status`."""
-        return self._shadow.guards[tenant].status()
+        return self._shadow.guard(tenant).status()
 
     @property
     def is_alive(self) -> bool:
