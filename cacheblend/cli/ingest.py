@@ -32,22 +32,13 @@ if TYPE_CHECKING:
     from cacheblend.blend import KVGeometry
     from cacheblend.service.engine.engine import Engine
 
-NOT_OF_INGEST = (
-    "preset",
-    "max_tokens",
-    "prefix_budget_bytes",
-    "ram_budget_bytes",
-    "direct_reads",
-    "recompute_ratio",
-    "selector",
-    "min_score",
-    "reranker",
-)
+OF_ANSWERS = ("preset", "max_tokens", "recompute_ratio", "selector", "min_score", "reranker")
+OF_READING = ("prefix_budget_bytes", "ram_budget_bytes", "direct_reads")
 NAMED = 10  # skipped files of each reason
 ASK_FROM_BYTES = 2 * GIB
 
 
-@options.accepts(EngineConfig, RayConfig, VllmConfig, without=NOT_OF_INGEST)
+@options.accepts(EngineConfig, RayConfig, VllmConfig, without=(*OF_ANSWERS, *OF_READING))
 def ingest(
     sources: Annotated[
         list[str],
@@ -94,7 +85,8 @@ def ingest(
     try:
         with closing(stream), _interrupted_by_sigterm() if watch else nullcontext():
             if vllm.vllm is not None:
-                report = _ingest_into_vllm(stream, vllm)
+                with IngestProgress(stream, _measured(stream)) as progress:
+                    report = upload_documents(stream, vllm, stream.report.faults, progress)
             elif ray.ray is not None:
                 report = _ingest_on_ray(sources, stream, _config(settings, model, store_dir), ray, yes=yes)
             else:
@@ -105,8 +97,10 @@ def ingest(
             raise
         return
     terminal.print_result({**report.as_dict(), **stream.report.as_dict()}, _summary(report), as_json)
-    if not watch:  # whose faults were printed when they came
-        _end_with_faults(stream.report.faults)
+    if stream.report.faults and not watch:  # whose faults were printed when they came
+        terminal.note(f"{counted(len(stream.report.faults), 'file')} could not be used:")
+        _print_faults(stream.report.faults)
+        raise typer.Exit(1)
 
 
 def _check_together(sources: Sequence[str], store_dir: Path, ray: RayConfig, vllm: VllmConfig, *, watch: bool) -> None:
@@ -182,12 +176,6 @@ def _follow(engine: Engine, folders: Sequence[str], found: SourceReport) -> Inge
     return total
 
 
-def _ingest_into_vllm(stream: DocumentStream, vllm: VllmConfig) -> IngestReport:
-    """Have a running vLLM store the documents' KV; its own store and settings are what counts."""
-    with IngestProgress(stream, _measured(stream)) as progress:
-        return upload_documents(stream, vllm, stream.report.faults, progress)
-
-
 def _ingest_on_ray(
     sources: Sequence[str], stream: DocumentStream, config: EngineConfig, ray: RayConfig, *, yes: bool
 ) -> IngestReport:
@@ -237,11 +225,7 @@ def _print_skipped(report: SourceReport) -> None:
 
 
 def _agree(config: EngineConfig, geometry: KVGeometry, tokens: int | None, *, yes: bool) -> None:
-    """Print how much disk the KV of about `tokens` tokens needs, and ask where that is much; None if they are not known.
-
-    Raises:
-        InputError: it is much, and nobody can be asked.
-    """
+    """Print how much disk the KV of about `tokens` tokens needs, and ask where that is much; None if they are not known."""
     folder, chunk_tokens = Path(config.store_dir), config.retriever.chunk_tokens
     shape = LayerShape(geometry.kv_heads, chunk_tokens, geometry.head_dim, geometry.dtype)
     token_bytes = geometry.layers * CODECS[config.kv_cache_dtype].encoded_shape(shape).nbytes / chunk_tokens
@@ -268,14 +252,6 @@ def _summary(report: IngestReport) -> str:
         documents += f" ({report.added} new, {report.replaced} replaced, {report.unchanged} unchanged)"
     computed = f"KV of {report.computed} computed, {report.already_stored} stored before"
     return f"{documents}, {counted(report.chunks, 'chunk')}: {computed} ({report.seconds:.1f} s{speed})"
-
-
-def _end_with_faults(faults: Mapping[str, str]) -> None:
-    """Print the files that could not be used; the exit code is 1 if there are any."""
-    if faults:
-        terminal.note(f"{counted(len(faults), 'file')} could not be used:")
-        _print_faults(faults)
-        raise typer.Exit(1)
 
 
 def _print_faults(faults: Mapping[str, str]) -> None:

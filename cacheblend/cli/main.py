@@ -20,13 +20,7 @@ from . import terminal
 
 
 class LazyCommand(TyperCommand):
-    """A command whose module is imported when it is invoked.
-
-    Args:
-        name: what the user types.
-        target: `module:attribute` of a function or a `typer.Typer`.
-        help: its line in `cacheblend --help`: the first of its own help.
-    """
+    """A command whose module is imported when it is invoked; `target` is `module:attribute`, a function or a `typer.Typer`."""
 
     def __init__(self, name: str, target: str, help: str) -> None:
         super().__init__(name=name, help=help)

@@ -80,13 +80,10 @@ def ls(as_json: options.Json = False) -> None:
 def _row(model: KnownModel) -> dict[str, Any]:
     fetched = model.is_fetched
     return {
-        "name": model.name,
-        "family": model.family,
-        "parameters": model.parameters,
+        **{name: getattr(model, name) for name in ("name", "family", "parameters", "download_bytes")},
         "licence": model.licence.name,
         "licence_url": model.licence.url,
         "sha256": model.gguf_sha256,
-        "download_bytes": model.download_bytes,
         "fetched": fetched,
         "path": str(model.folder) if fetched else None,
         "bytes": sum(file.stat().st_size for file in model.folder.iterdir()) if fetched else 0,
@@ -94,11 +91,7 @@ def _row(model: KnownModel) -> dict[str, Any]:
 
 
 def choose_model(model: str | None, *, yes: bool) -> str:
-    """Return the model that was asked for; without one the default known model, which is fetched first if the user agrees.
-
-    Args:
-        model: as `--model` names it.
-        yes: the user has agreed to the download beforehand.
+    """The model that was asked for, or the default known one, which is fetched first if the user agrees or has agreed (`yes`).
 
     Raises:
         InputError: the default model is not on this machine, and there is no terminal on which to ask for the download.

@@ -61,11 +61,7 @@ class Settings:
     values: Mapping[str, Any]
 
     def make(self, config: type[T], **fixed: Any) -> T:
-        """Make a config of the values that it has; `fixed` are fields of its own, or options that come first.
-
-        Raises:
-            ConfigError: a value is not allowed.
-        """
+        """Make a config of the values that it has; `fixed` come first. Raises ConfigError for a value that is not allowed."""
         given = {name: self.values[name] for name in options_of(config).keys() & self.values.keys()}
         return from_options(config, {**given, **fixed})
 

@@ -67,12 +67,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _read_config(context: typer.Context, file: Path | None) -> Path | None:
-    """Make the values of a TOML file the defaults, so that flags and variables win over them.
-
-    Raises:
-        InputError: the file cannot be read, or is not TOML.
-        ConfigError: an option that there is not.
-    """
+    """Make the values of a TOML file the defaults, so that flags and variables win over them."""
     if file is None:
         return None
     try:

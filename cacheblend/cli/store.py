@@ -50,17 +50,9 @@ def ls(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options
     with open_store(store_dir) as store:
         entries = store.ls()
     rows = [
-        {
-            "key": str(entry.key),
-            "tokens": entry.tokens,
-            "layers": entry.layers,
-            "bytes": entry.bytes,
-            "model": entry.key.model,
-            "codec": entry.key.codec,
-            "namespace": entry.key.namespace,
-            "created": _time(entry.created_ns),
-            "last_used": _time(entry.used_ns),
-        }
+        {"key": str(entry.key), "tokens": entry.tokens, "layers": entry.layers, "bytes": entry.bytes}
+        | {"model": entry.key.model, "codec": entry.key.codec, "namespace": entry.key.namespace}
+        | {"created": _time(entry.created_ns), "last_used": _time(entry.used_ns)}
         for entry in entries
     ]
     if as_json:

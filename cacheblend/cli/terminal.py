@@ -192,10 +192,7 @@ class IngestProgress(LiveLine, threads.Progress):
     """Documents and tokens done, the speed since the first chunk began to be computed, and the time that is left.
 
     Progress is counted in characters, of a batch by the share of its computed chunks; skipped documents promise no early end.
-
-    Args:
-        stream: the documents being read; None where others read them, and only finished documents are known.
-        size: of the stream; None where that is not known, and no time left can be shown.
+    Without a stream others read, and only finished documents are known; without its size no time left is shown.
     """
 
     def __init__(self, stream: DocumentStream | None, size: StreamSize | None) -> None:

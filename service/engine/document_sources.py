@@ -91,13 +91,7 @@ class SourceReport:
 
 @dataclass(slots=True)
 class StreamSize:
-    """Size of a stream.
-
-    Args:
-        documents: how many.
-        characters: of their texts.
-        sample: beginnings of the first texts.
-    """
+    """Documents of a stream, the characters of their texts, and the beginnings of the first ones."""
 
     documents: int = 0
     characters: int = 0
@@ -119,23 +113,20 @@ class StreamSize:
 
 
 class DocumentStream:
-    """Documents of files, folders or standard input; memory holds one at a time. A context manager, for its converter.
+    """Documents of files, folders, URLs or standard input; memory holds one at a time.
 
     Of several files, those that cannot be used are reported, and the others are read. A single file must be right.
 
-    Args:
-        sources: see `read_documents`; beside that URLs, each of which is fetched once.
-        web: fetches URLs.
-
     Attributes:
         characters: of the texts that were given so far.
-        report: what was left out.
+        report: of what was left out.
     """
 
     def __init__(self, sources: Sequence[str], web: WebFiles | None = None) -> None:
         self._sources, self._web, self._converter = sources, web or WebFiles(), FileConverter()
         self.characters = 0
-        self.report = SourceReport(strict=len(sources) == 1 and _is_single(sources[0]))
+        only = sources[0] if len(sources) == 1 else ""
+        self.report = SourceReport(strict=only == STANDARD_INPUT or _is_url(only) or Path(only).is_file())
 
     def measure(self) -> StreamSize | None:
         """Read it all once and check it; None for standard input, which can be read only once.
@@ -176,10 +167,6 @@ class DocumentStream:
             yield from file_documents(path, url.partition("#")[0], self._converter, title=title, where=url)
 
 
-def _is_single(source: str) -> bool:
-    return source == STANDARD_INPUT or _is_url(source) or Path(source).is_file()
-
-
 def _is_url(source: str) -> bool:
     return source.partition("://")[0].lower() in SCHEMES and "://" in source
 
@@ -194,11 +181,7 @@ def read_documents(
     joined, `report.pdf#page=3-4`. Of a folder, hidden files, what `.gitignore` and `.cacheblendignore` name, files that are no
     text, and `leave_out` are no documents. A symbolic link out of the folder is left out.
 
-    Args:
-        path: a file, a folder, a pattern such as `docs/**/*.pdf`, or "-".
-        leave_out: a file that is no document.
-        report: collects the files that cannot be used; without it the first one ends the reading.
-        converter: of PDF and Office files; without it one of its own.
+    `report` collects the files that cannot be used; without it the first one ends the reading.
 
     Raises:
         InputError: no such file, an unknown kind, or a line or file that is no document, named by file and line.
@@ -246,9 +229,7 @@ def source_files(path: str, skipped: dict[str, str], leave_out: Path | None = No
 def files_below(root: Path, skipped: dict[str, str]) -> list[Path]:
     """The files below a folder, in order, without the hidden and the ignored; folders that are links are not entered.
 
-    Args:
-        root: the folder.
-        skipped: receives the paths that are left out, and why: `UNLISTED` of a folder whose files are unknown.
+    `skipped` receives the paths that are left out, and why: `UNLISTED` of a folder whose files are unknown.
     """
     with needs_extra("rag"):
         from pathspec import GitIgnoreSpec
@@ -309,14 +290,8 @@ def file_documents(
 ) -> Iterator[dict[str, Any]]:
     """The documents of a file.
 
-    Args:
-        path: the file.
-        id_: of its document; parts of it have their place appended.
-        converter: of PDF and Office files.
-        title: in place of the file's name.
-        where: names the file in messages; its path where left out.
-        check: called once a line, and again and again during a conversion; what it raises ends the reading.
-        max_bytes: of JSON lines, see `read_json_lines`.
+    Parts of it have their place appended to `id_`; `where` names it in messages, in place of its path. `check` is called once a
+    line, and again and again during a conversion; what it raises ends the reading. `max_bytes`: see `read_json_lines`.
 
     Raises:
         InputError, MissingExtraError, OSError: see `read_documents`. NoTextError: a file of an unknown kind is no text.
@@ -339,11 +314,7 @@ def file_documents(
 
 
 def _read_text(path: Path, where: str) -> str:
-    """The text of a text file.
-
-    Raises:
-        InputError: the file is of another kind, too long, binary or empty.
-    """
+    """The text of a text file; raises InputError if it is of another kind, too long, binary or empty."""
     kind = (mimetypes.guess_type(path.name.lower())[0] or "").partition("/")[0]
     if kind in ("image", "audio", "video", "font"):
         raise InputError(f"{where}: {kind}; describe it in a text file")
@@ -358,11 +329,7 @@ def _read_text(path: Path, where: str) -> str:
 
 
 def _text(raw: bytes, where: str) -> str:
-    """The text of bytes in UTF-8, in UTF-16 or 32 with their marks, or in an encoding that is detected.
-
-    Raises:
-        InputError: they are no text.
-    """
+    """The text of bytes in UTF-8, UTF-16 or 32 with a mark, or an encoding that is detected; InputError if they are none."""
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -386,11 +353,7 @@ def read_json_lines(
     """Each line's place ("FILE, line N") and its JSON value, without empty lines; a file `*.gz` is decompressed.
 
     Memory holds one line, of at most `MAX_LINE_BYTES`, however small a compressed file is. A byte order mark is dropped.
-
-    Args:
-        path: the file.
-        check: called once a line; what it raises ends the reading.
-        max_bytes: of all lines unpacked, each of which counts as `LEAST_LINE_BYTES` or more; None for no bound.
+    `max_bytes` bounds all lines unpacked, each of which counts as `LEAST_LINE_BYTES` or more.
 
     Raises:
         InputError: a line that is too long or no JSON in UTF-8, named by file and line; a gzip file that is cut off or damaged;
@@ -429,10 +392,8 @@ def _read_lines(
 
 
 def check_json(raw: bytes, where: str, max_values: int = MAX_VALUES, piece_bytes: int = PIECE_BYTES) -> None:
-    """Refuse JSON of too many values (strings, and what commas and brackets separate) or with too long a string, unread.
-
-    Raises:
-        InputError: more than `max_values` values, or a string of more than `MAX_TEXT_BYTES`; it names `where`.
+    """Raise InputError for JSON, unread, of over `max_values` values (strings, and what commas and brackets separate), or
+    with a string of over `MAX_TEXT_BYTES`.
     """
     values = text_bytes = start = 0
     in_text = False

@@ -42,18 +42,16 @@ class DocumentStatus:
     """A document, or a file of several, and how much of its KV is stored.
 
     Args:
-        id: the caller's name for it.
-        title: its title; empty where the index has lost the document, as a deletion that was cut off leaves it.
+        title: empty where the index has lost the document, as a deletion that was cut off leaves it.
         version: hash of title and text.
-        chunks: chunks of its text; equal ones count each.
+        chunks: of its text; equal ones count each.
         pinned: whether the KV of its chunks is spared by evictions.
         stored_chunks: different chunks whose KV is stored now, for every model and codec that ingested the document.
         shared_chunks: different chunks that other documents have as well; each is stored once.
         stored_bytes: bytes of the files of its chunks' KV.
         own_bytes: the part of them that goes with the document.
         damaged: whether its id, version or title in the index is not what was written; a new ingest repairs it.
-        parts: documents that it consists of: 1, or those of a file. A file's figures are sums over them, so that chunks which
-            they share count with each.
+        parts: documents that it consists of. A file's figures are sums over them; chunks that they share count with each.
     """
 
     id: str
@@ -77,12 +75,7 @@ class Documents:
     """Documents in index and store together: added, listed, shown, pinned and deleted.
 
     Every change holds the store's lock, so that a deletion, by this process or another, does not come between an ingest's two
-    halves.
-
-    Args:
-        index: holds their text; `IndexedDocuments` without a model.
-        store: holds their chunks' KV.
-        encoder: splits, embeds and precomputes; None without a model.
+    halves. Without a model the index is `IndexedDocuments`, and there is no encoder.
     """
 
     def __init__(self, index: Retriever | IndexedDocuments, store: KVStore, encoder: DocumentEncoder | None = None) -> None:
@@ -91,10 +84,7 @@ class Documents:
     def add(self, documents: Sequence[Document], progress: Progress, *, must_stay: bool = False) -> IngestReport:
         """Add a batch of documents, in place of those with their ids, all at once.
 
-        Args:
-            documents: the batch.
-            progress: follows it, and may end it.
-            must_stay: whether an eviction of a chunk of the batch is an error; else its KV is computed when it is asked for.
+        With `must_stay` an eviction of a chunk of the batch is an error; else its KV is computed when it is asked for.
 
         Raises:
             BudgetTooSmallError: the index's budget is full; or with `must_stay`, the KV of all chunks does not fit at once.
@@ -136,15 +126,9 @@ class Documents:
     def commit(
         self, batch: EncodedBatch, versions: Mapping[str, str | None], needed: Collection[ChunkKey] = ()
     ) -> IngestReport | None:
-        """Put an encoded batch into index and store together.
+        """Put an encoded batch into index and store together; None, and no change, if the KV of a `needed` chunk is gone.
 
-        Args:
-            batch: documents whose KV is stored.
-            versions: of each document when its encoding began; None if there was none.
-            needed: chunks whose KV must be stored still.
-
-        Returns:
-            What was done; None if the KV of a needed chunk is gone, and nothing is changed then.
+        `versions` are the documents' own when their encoding began; None if there was none.
 
         Raises:
             DocumentChangedError: a document was deleted or replaced meanwhile; nothing is changed then.
@@ -170,19 +154,13 @@ class Documents:
     def page(
         self, limit: int | None = None, after: str | None = None, *, by_file: bool = False, newest_first: bool = False
     ) -> tuple[list[DocumentStatus], bool]:
-        """A page of `ls`, without a look at the other documents.
+        """A page of `ls`, without a look at the other documents, and whether more follow.
 
         Args:
             limit: at most so many, 1 and above; None for all.
-            after: those listed after the document, or the file, of this id; None for the first ones.
+            after: those listed after the document, or the file, of this id; InputError if there is none.
             by_file: the parts of a file as one, where the first of them is listed.
             newest_first: those in the index in the reverse of the order of adding.
-
-        Returns:
-            The documents, and whether more follow.
-
-        Raises:
-            InputError: there is no document `after`.
         """
         listed = self._listed(limit, after, by_file=by_file, newest_first=newest_first)
         return list(islice(listed, limit)), next(listed, None) is not None
@@ -218,11 +196,7 @@ class Documents:
         yield from (id_ for id_ in stored if id_ not in known)
 
     def show(self, id_: str) -> tuple[DocumentStatus, Sequence[Chunk]]:
-        """One document, or a file's, and the chunks.
-
-        Raises:
-            InputError: there is no such document.
-        """
+        """One document, or a file's, and the chunks; raises InputError if there is no such document."""
         statuses = self._statuses(id_)
         try:
             chunks = [chunk for status in statuses if status.chunks for chunk in self._index.chunks(status.id)]
@@ -262,24 +236,17 @@ class Documents:
 
     def _ids(self, id_: str, *, newest_first: bool = False) -> list[str]:
         """The id of a document, or of the parts of a file: those in the index in the order of adding, then the others by id."""
-        if self._is_document(id_):
+        if self._index.version(id_) is not None or self._store.documents.version(id_) is not None:
             return [id_]
         indexed = self._index.ids(f"{id_}#")
         lost = sorted(set(self._store.documents.ids(f"{id_}#")).difference(indexed))
         ids = [*(reversed(indexed) if newest_first else indexed), *lost]
         return [part for part in ids if (found := _PART.fullmatch(part)) and found[1] == id_]
 
-    def _is_document(self, id_: str) -> bool:
-        return self._index.version(id_) is not None or self._store.documents.version(id_) is not None
-
     def delete(self, id_: str) -> DocumentStatus:
-        """Remove a document, or a file's, pinned or not, and the KV of the chunks that no other document has.
+        """Remove a document, or a file's, pinned or not, and the KV of the chunks that no other document has; the last status.
 
-        The KV goes first: where the process dies between the two, the document is still listed and can be deleted again. Both
-        go under the store's lock, so that no other process's ingest notes the document between them.
-
-        Returns:
-            The last status.
+        The KV goes first: where the process dies between the two, the document is still listed and can be deleted again.
 
         Raises:
             InputError: there is no such document.
@@ -304,9 +271,6 @@ class Documents:
 
     def pin(self, id_: str, *, pinned: bool = True) -> DocumentStatus:
         """Spare the KV of the chunks of a document, or a file's, from evictions, also what is computed later; or no longer.
-
-        Returns:
-            The status then.
 
         Raises:
             InputError: there is no such document, or its KV was never ingested.

@@ -62,11 +62,7 @@ class TextPart:
 
 
 class FileConverter:
-    """Converts files one after the other; a context manager, whose process begins with the first file.
-
-    Args:
-        timeout_s: of one file.
-    """
+    """Converts files one after the other; a context manager, whose process begins with the first file."""
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
@@ -75,11 +71,7 @@ class FileConverter:
         self._cached_characters = 0
 
     def convert(self, path: Path, check: Callable[[], None] = lambda: None) -> list[TextPart]:
-        """The text of a file, in parts that a citation can name.
-
-        Args:
-            path: the file.
-            check: called again and again meanwhile; what it raises ends the conversion.
+        """The text of a file, in parts that a citation can name; what `check` raises meanwhile ends the conversion.
 
         Raises:
             InputError: the file is too large, damaged, encrypted, without text, or took too long.

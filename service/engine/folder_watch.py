@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
@@ -53,14 +52,7 @@ class FolderWatch:
 
     A document is deleted when its file, or its page of a file, is gone and nobody has replaced it since; a document from
     elsewhere never is. A file that cannot be used keeps what was ingested of it before. What was ingested of which file is
-    noted beside the store, so that files which go while nobody watches are found later.
-
-    Args:
-        engine: ingests and deletes; nothing else changes its documents meanwhile.
-        folders: of the files.
-
-    Attributes:
-        faults: files that cannot be used, and why.
+    noted beside the store, so that files which go while nobody watches are found later. `faults` has those that cannot be used.
     """
 
     def __init__(self, engine: Engine, folders: Sequence[str]) -> None:
@@ -72,14 +64,13 @@ class FolderWatch:
             noted = json.loads(self._record.read_bytes()).items()
             self._files = {name: WatchedFile(*one) for name, one in noted if isinstance(one, list)}
 
-    def run(self, on_change: Callable[[FollowReport], None], stop: threading.Event | None = None) -> None:
-        """Follow until `stop`, or until an exception such as KeyboardInterrupt ends it."""
+    def run(self, on_change: Callable[[FollowReport], None]) -> None:
+        """Follow until an exception such as KeyboardInterrupt ends it."""
         with needs_extra("rag"):
             from watchfiles import watch
 
         folders = [folder for folder in self._folders if folder.is_dir()]
-        changes = watch(*folders, stop_event=stop, rust_timeout=RESCAN_MS, yield_on_timeout=True, ignore_permission_denied=True)
-        for _ in changes:
+        for _ in watch(*folders, rust_timeout=RESCAN_MS, yield_on_timeout=True, ignore_permission_denied=True):
             if report := self.follow():
                 on_change(report)
 
@@ -153,11 +144,7 @@ def _is_in(name: str, folders: Iterable[str | Path]) -> bool:
 
 
 def check_folders(sources: Sequence[str], store_dir: Path) -> None:
-    """Refuse to watch a source that is no folder, holds the store, or is read in shares.
-
-    Raises:
-        InputError: one of these.
-    """
+    """Raise InputError for a source that is no folder or holds the store."""
     for source in map(Path, sources):
         if not source.is_dir():
             raise InputError(f"--watch follows folders, and {source} is none; ingest files, patterns and URLs without it")

@@ -1,7 +1,6 @@
 """Ingest: documents on their way into index and store, a batch at a time, or one by one into a running vLLM.
 
-`Documents.add` tells the story of a batch. What it does before it changes the documents is here: `DocumentEncoder` splits,
-embeds and precomputes, so that processes without an index, such as Ray's actors, do it as the engine does.
+What `Documents.add` does before it changes the documents is here, so that Ray's actors, without an index, do it as well.
 """
 
 from __future__ import annotations
@@ -45,13 +44,8 @@ class IngestReport:
     """Counts of an ingest.
 
     Args:
-        documents: documents given.
-        added: documents with a new id.
-        replaced: documents with another text than before.
-        unchanged: documents that were there with the same text.
-        chunks: chunks of all documents given.
-        computed: chunks whose KV was computed now.
-        already_stored: chunks whose KV was stored before.
+        documents: those given: `added` with a new id, `replaced` with another text, `unchanged` with the same one.
+        chunks: theirs: of `computed` the KV was computed now, of `already_stored` it was stored before.
         evicted: of a stream, entries that were evicted meanwhile, since the budget has no room for all.
         dropped: chunks of replaced documents that no document has any more; their KV was removed.
         tokens: tokens of the chunks computed now.
@@ -85,10 +79,8 @@ class EncodedBatch:
     """A batch of documents that is ready for the index.
 
     Args:
-        documents: the documents given.
         embedded: by id, the documents that the index lacks in this version.
-        chunks: token ids of all chunks, by document and version.
-        keys: keys of all chunks, by document and version.
+        chunks, keys: token ids and keys of all chunks, by document and version.
         found: chunks whose KV was stored before.
         computed: chunks whose KV was computed and stored now, in that order.
         tokens: tokens of the computed chunks.
@@ -134,9 +126,7 @@ class DocumentEncoder:
     """Splits, embeds and precomputes documents; KV that is stored is found by its key and not computed again.
 
     Args:
-        encoder: names and computes chunks' KV.
         retriever: splits and embeds; it may hold none of the documents.
-        store: receives the KV.
         fetches: whether KV of the remote tier is copied here; else it is enough that the remote tier has it.
     """
 
@@ -144,12 +134,7 @@ class DocumentEncoder:
         self._encoder, self._retriever, self._store, self._fetches = encoder, retriever, store, fetches
 
     def split(self, documents: Sequence[Document], changed: Sequence[Document], progress: Progress) -> EncodedBatch:
-        """Split all documents, embed those that the index lacks, and look their chunks' KV up. Nothing is written.
-
-        Args:
-            documents: a batch.
-            changed: documents of the batch that the index lacks in this version.
-            progress: follows it.
+        """Split a batch, embed the `changed` documents, which the index lacks, and look all chunks' KV up. Nothing is written.
 
         Raises:
             PromptTooLongError: a chunk, and what it is computed after, are longer than the model's positions.
@@ -172,11 +157,7 @@ class DocumentEncoder:
         return batch
 
     def compute(self, batch: EncodedBatch, keys: Iterable[ChunkKey], progress: Progress) -> None:
-        """Compute and store the KV of some of a batch's chunks, and note it there. All is durable at the end.
-
-        Raises:
-            StoreFullError: the disk is full, or a chunk's KV is larger than the budget.
-        """
+        """Compute and store the KV of some of a batch's chunks, durably; StoreFullError if disk or budget has no room."""
         missing, documents = set(keys), list[tuple[list[Sequence[int]], list[int]]]()
         wanted: list[ChunkKey] = []
         for version, of_document in batch.keys.items():
@@ -218,11 +199,7 @@ class DocumentEncoder:
         return self._retriever.splitter.split(document, progress.check)
 
     def _check_lengths(self, id_: str, chunks: Sequence[Sequence[int]]) -> None:
-        """Refuse a document of which a chunk, and what it is computed after, are longer than the model's positions.
-
-        Raises:
-            PromptTooLongError: the document has such a chunk.
-        """
+        """Raise PromptTooLongError if a chunk, and what it is computed after, are longer than the model's positions."""
         longest, max_positions = max(map(len, chunks), default=0), self._encoder.fusor.max_positions
         before = len(self._encoder.prefix_ids) + len(self._encoder.context.filler_ids)
         if max_positions is not None and before + longest > max_positions:
@@ -263,11 +240,7 @@ def ingest_stream(
 
 
 def batches(documents: Iterable[Document], batch_documents: int) -> Iterator[list[Document]]:
-    """Groups that are ingested at once: `batch_documents`, or fewer if they have `BATCH_CHARACTERS`.
-
-    Raises:
-        InputError: two documents of one id have different texts.
-    """
+    """Groups that are ingested at once: `batch_documents`, or fewer if they have `BATCH_CHARACTERS`; an id has one text."""
     versions: dict[str, str] = {}
     batch: list[Document] = []
     for document in documents:
@@ -283,11 +256,7 @@ def batches(documents: Iterable[Document], batch_documents: int) -> Iterator[lis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmConfig:
-    """A running vLLM that documents are given to.
-
-    Raises:
-        ConfigError: no HTTP address.
-    """
+    """A running vLLM that documents are given to; raises ConfigError for an address that is none of HTTP."""
 
     vllm: str | None = option(
         None, "Give the documents to a running vLLM with CacheBlendConnector, http://host:8000; it stores their chunks' KV."
@@ -298,22 +267,13 @@ class VllmConfig:
         if self.vllm is not None and not re.match(r"https?://[^/]", self.vllm, re.IGNORECASE):
             raise ConfigError("vllm", self.vllm, "an address such as http://localhost:8000")
 
-    @property
-    def route(self) -> str:
-        """Where documents are posted to; the address may end with /v1, as OpenAI's clients take it."""
-        return (self.vllm or "").rstrip("/").removesuffix("/v1") + VLLM_ROUTE
-
 
 def upload_documents(
     documents: Iterable[Document], config: VllmConfig, faults: dict[str, str], progress: Progress
 ) -> IngestReport:
     """Have a running vLLM store the KV of documents' chunks; what it has stored before is not computed again.
 
-    Args:
-        documents: read one at a time.
-        config: the vLLM.
-        faults: collects the documents that it refuses, and why.
-        progress: follows the upload; `tokens` are those of documents of which KV was computed.
+    `faults` collects the documents that it refuses; `progress.tokens` are those of documents of which KV was computed.
 
     Raises:
         ServiceError: it does not answer, or has no such route; the same call goes on where it was.
@@ -338,8 +298,9 @@ class _RefusedError(InputError):
 
 def _post(client: httpx.Client, config: VllmConfig, document: Document) -> IngestReport:
     """Post a document, and report what was stored; raises as `upload_documents` does."""
+    route = (config.vllm or "").rstrip("/").removesuffix("/v1") + VLLM_ROUTE  # of an address as OpenAI's clients take it, too
     try:
-        answer = client.post(config.route, json={"documents": [{"title": document.title, "text": document.text}]})
+        answer = client.post(route, json={"documents": [{"title": document.title, "text": document.text}]})
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         why = str(error) or type(error).__name__
         raise ServiceError(f"{config.vllm} does not answer ({why}); is it running?") from error

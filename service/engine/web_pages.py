@@ -54,10 +54,7 @@ def is_public(address: str) -> bool:
 class WebFiles:
     """Fetches files, each once; `close` removes them.
 
-    Args:
-        allow_private: also from addresses of this machine and of private networks.
-        timeout_s, max_bytes: bounds of one file.
-        resolver: the addresses of a host. All are checked, and the first is connected to, so that no second look-up counts.
+    All addresses that `resolver` names of a host are checked, and the first is connected to, so that no second look-up counts.
     """
 
     def __init__(

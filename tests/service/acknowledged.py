@@ -202,14 +202,6 @@ def _check_served(client: httpx.Client, id_: str) -> None:
     shown = client.get(f"/v1/documents/{id_}").json()
     chunks = len(shown["content"])  # equal texts at two places of a document stand after different ones
     assert shown["stored_chunks"] == chunks, f"{id_}: {shown['stored_chunks']} of {chunks} chunks are stored"
-    source, cached_tokens = _ask_about(client, id_)
-    assert source in ("ram", "nvme"), f"{id_}: its chunk's KV was {source}"
-    assert cached_tokens > 0
-
-
-def _ask_about(client: httpx.Client, id_: str) -> tuple[str, int]:
-    """Ask about a document, which must be found; where its KV was, and how many tokens of it."""
-    shown = client.get(f"/v1/documents/{id_}").raise_for_status().json()
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": shown["content"][0]["text"]}],  # the words of one chunk: it is the nearest
@@ -221,4 +213,5 @@ def _ask_about(client: httpx.Client, id_: str) -> tuple[str, int]:
     answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
     (chunk,) = answer["cacheblend"]["chunks"]
     assert chunk["document_id"] == id_, f"asked about {id_}, found {chunk['document_id']}"
-    return chunk["source"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert chunk["source"] in ("ram", "nvme"), f"{id_}: its chunk's KV was {chunk['source']}"
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0

@@ -42,12 +42,7 @@ class ServedConfig:
 
 
 class ServerProcess:
-    """A context manager: starts the process, waits until requests are served, and stops it by SIGTERM at the end.
-
-    Args:
-        config: of the server.
-        log: file that its stderr is appended to.
-    """
+    """Starts the process, waits until requests are served, and stops it by SIGTERM at the end; `log` receives its stderr."""
 
     def __init__(self, config: ServedConfig, log: Path) -> None:
         self.address = f"http://127.0.0.1:{config.port}"
@@ -63,11 +58,7 @@ class ServerProcess:
         self._process.send_signal(number)
 
     def wait(self, timeout_s: float) -> int:
-        """Wait for its end, and return its exit code.
-
-        Raises:
-            subprocess.TimeoutExpired: the process goes on.
-        """
+        """Wait for its end, and return its exit code."""
         return self._process.wait(timeout_s)
 
     def kill(self) -> None:

@@ -242,22 +242,17 @@ def test_the_chain_of_the_docs(open_engine: OpenEngine) -> None:
     from langchain_core.prompts import ChatPromptTemplate
     from langchain_core.runnables import RunnablePassthrough
 
-    from cacheblend.integrations.langchain import CacheBlendRetriever, ChatCacheBlend
+    from cacheblend.integrations import langchain
 
     (program,) = [
         text for kind, text in blocks(ROOT / "docs" / "service.md") if kind == "python" and "RunnablePassthrough" in text
     ]
     engine = open_engine()
     engine.ingest([{"id": str(number), "text": f"Fact {number}: the sky is blue on day {number}."} for number in range(4)])
-    names = {
-        "engine": engine,
-        "CacheBlendRetriever": CacheBlendRetriever,
-        "ChatCacheBlend": ChatCacheBlend,
-        "ChatPromptTemplate": ChatPromptTemplate,
-        "RunnablePassthrough": RunnablePassthrough,
-    }
+    names: dict[str, Any] = {**vars(langchain), "engine": engine, "ChatPromptTemplate": ChatPromptTemplate}
+    names["RunnablePassthrough"] = RunnablePassthrough
     exec(compile(program, "service.md", "exec"), names)
-    reply = names["chain"].invoke(QUESTION)  # type: ignore[attr-defined]  # the program made it
+    reply = names["chain"].invoke(QUESTION)
     assert reply.usage_metadata["input_token_details"]["cache_read"] > 0, "no chunk was found in the prompt"
 
 
@@ -269,8 +264,8 @@ def test_the_plain_function(open_engine: OpenEngine) -> None:
 
 def test_the_chain_of_the_examples(open_engine: OpenEngine) -> None:
     """The chain's answer is the text of `Engine.answer`, from stored KV."""
-    pytest.importorskip("langchain_core", reason="langchain-core is not installed: pip install 'cacheblend[langchain]'")
     engine = open_engine()
+    pytest.importorskip("langchain_core", reason="langchain-core is not installed: pip install 'cacheblend[langchain]'")
     message = load_script("langchain_chain", ROOT / "examples").run(engine, "Who signs off journeys?")
     assert message.content == engine.answer("Who signs off journeys?", num_chunks=2).text
     assert message.response_metadata["plan"]["hits"] == 2

@@ -75,6 +75,25 @@ def test_a_store_knows_what_it_was_made_with(run: CommandLine, passages: Path) -
     assert f"cacheblend model get {DEFAULT_MODEL}" in outcome.err
 
 
+def test_a_file_of_pages_is_one_row(run: CommandLine, tmp_path: Path) -> None:
+    """A file's pages are one row, deleted by the file's name; `--parts` lists each; another folder's files stay."""
+    passages, store = tmp_path / "pages.jsonl", ("--store-dir", str(run.store))
+    pages = [{"id": f"r.pdf#page={page}", "title": "", "text": f"Words of page {page}."} for page in (1, 2)]
+    passages.write_text("".join(json.dumps(page) + "\n" for page in pages))
+    run.on_store("ingest", str(passages))
+    assert run("documents", "ls", *store).out.endswith("1 document\n")
+    parts = run("documents", "ls", "--parts", *store, "--json").json["documents"]
+    assert [part["id"] for part in parts] == [page["id"] for page in pages]
+    assert "[0] page=2, " in run("documents", "show", "r.pdf", *store).out
+    assert "KV of 2 chunks" in run("documents", "delete", "r.pdf", *store, "--yes").out
+    run.store = run.store.with_name("letters")
+    (run.store / "kv").mkdir(parents=True)
+    (run.store / "kv" / "letter.txt").write_text("not a store")
+    outcome = run.on_store("ingest", str(passages))
+    assert (outcome.code, "store" in outcome.err) == (1, True)
+    assert (run.store / "kv" / "letter.txt").read_text() == "not a store"
+
+
 def test_documents(run: CommandLine, store: tuple[str, str]) -> None:
     """Documents are listed, shown, pinned and deleted without a model."""
     first, *others = run("documents", "ls", *store, "--json").json["documents"]
@@ -130,23 +149,6 @@ def test_verify_finds_damage(run: CommandLine, passages: Path, store: tuple[str,
     assert run("documents", "show", id_, *store).code == 0
 
 
-def test_a_file_of_pages_is_one_row(run: CommandLine, tmp_path: Path) -> None:
-    """A file's pages are one row, deleted by the file's name; `--parts` lists each."""
-    passages = tmp_path / "pages.jsonl"
-    pages = [{"id": f"r.pdf#page={page}", "title": "", "text": f"Words of page {page}."} for page in (1, 2)]
-    passages.write_text("".join(json.dumps(page) + "\n" for page in pages))
-    run.on_store("ingest", str(passages))
-    store = ("--store-dir", str(run.store))
-    (file,) = run("documents", "ls", *store, "--json").json["documents"]
-    assert (file["id"], file["parts"]) == ("r.pdf", 2)
-    assert run("documents", "ls", *store).out.endswith("1 document\n")
-    parts = run("documents", "ls", "--parts", *store, "--json").json["documents"]
-    assert [part["id"] for part in parts] == [page["id"] for page in pages]
-    assert "[0] page=2, " in run("documents", "show", "r.pdf", *store).out
-    assert "KV of 2 chunks" in run("documents", "delete", "r.pdf", *store, "--yes").out
-    assert run("documents", "ls", *store).out.endswith("0 documents\n")
-
-
 def test_usage_errors_exit_with_2(run: CommandLine, store: tuple[str, str], tmp_path: Path) -> None:
     """A value that is not allowed, named with its remedy in one line on stderr, exits with 2 and prints no traceback."""
     nowhere = ("--store-dir", str(tmp_path / "nowhere"))
@@ -174,15 +176,6 @@ def test_usage_errors_exit_with_2(run: CommandLine, store: tuple[str, str], tmp_
     assert not (tmp_path / "nowhere").exists()
     with pytest.raises(CacheBlendError):  # with --debug the error itself is raised
         cli.main(["--debug", "store", "ls", *nowhere])
-
-
-def test_failures_exit_with_1(run: CommandLine, passages: Path) -> None:
-    """A store's folder that holds something else is a failure: exit code 1 and one line."""
-    (run.store / "kv").mkdir(parents=True)
-    (run.store / "kv" / "letter.txt").write_text("not a store")
-    outcome = run.on_store("ingest", str(passages))
-    assert (outcome.code, "store" in outcome.err) == (1, True)
-    assert (run.store / "kv" / "letter.txt").read_text() == "not a store"
 
 
 def test_a_question_about_too_few_chunks(run: CommandLine, tmp_path: Path) -> None:

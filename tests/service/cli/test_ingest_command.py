@@ -26,6 +26,7 @@ def test_an_ingest_says_what_it_takes(run: CommandLine, passages: Path, monkeypa
     said = run.on_store("ingest", str(passages)).err
     assert "kB a token (raw): about" in said
     assert str(run.store) in said
+    assert "1 file read: 3 documents, as a page" in said
     small = run.on_store("ingest", str(passages), "--nvme-budget-bytes", "200000").err
     assert "what does not fit is evicted: give --kv-cache-dtype int8 or int4" in small
     monkeypatch.setattr("cacheblend.cli.ingest.ASK_FROM_BYTES", 0)
@@ -108,20 +109,6 @@ def test_nobody_to_ask(run: CommandLine, passages: Path, monkeypatch: pytest.Mon
         assert outcome.code == 2
         assert "give --yes" in outcome.err
     assert run("documents", "show", id_, "--store-dir", str(run.store), "--json").json["stored_chunks"]
-
-
-def test_files_and_documents(run: CommandLine, passages: Path, tmp_path: Path) -> None:
-    """A folder's text files are documents, named by their path in it; a note says why a file is several documents."""
-    assert "1 file read: 3 documents, as a page" in run.on_store("ingest", str(passages)).err
-    folder = tmp_path / "handbook"
-    (folder / "travel").mkdir(parents=True)
-    (folder / "travel" / "rules.md").write_text(str(DOCUMENTS[3]["text"]), encoding="utf-8")
-    (folder / "latin.txt").write_bytes(b"caf\xe9")
-    (folder / "image.png").write_bytes(b"\x89PNG")
-    outcome = run.on_store("ingest", str(folder), "--json")
-    assert (outcome.code, outcome.json["documents"], "read:" in outcome.err) == (0, 2, False)
-    listed = run("documents", "ls", "--store-dir", str(run.store), "--json").json["documents"]
-    assert {"travel/rules.md", "latin.txt"} < {document["id"] for document in listed}
 
 
 def end_by_sigterm() -> None:

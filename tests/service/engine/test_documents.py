@@ -258,13 +258,6 @@ def test_pin(open_ingested: OpenEngine) -> None:
         assert not engine.documents.show(ID)[0].pinned
 
 
-@pytest.mark.parametrize("action", ["show", "delete", "pin"])
-def test_unknown_documents(engine: Engine, action: str) -> None:
-    """A document that is not there is named, with where to look."""
-    with pytest.raises(InputError, match=r"'nothing'.*documents ls"):
-        getattr(engine.documents, action)("nothing")
-
-
 @pytest.mark.parametrize(("codec", "most"), [("fp8_e4m3", 2.0), ("int8", 0.5), ("int4", 8.0)])
 def test_codecs(open_ingested: OpenEngine, codec: str, most: float) -> None:
     """KV of another codec is ingested beside, takes less room, and blends to nearly the same logits."""
@@ -331,8 +324,8 @@ def test_changed_while_its_upload_computes(
     assert engine.ingest([FIRST]).evicted == 0
 
 
-def full_until(store_has_room: Callable[[], bool], index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have no commit of the store find room until something is freed, and none of the index while its reserve is there."""
+def full_until(store_has_room: Callable[[], bool], reserved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no commit of the store find room until something is freed, and none of the index while a folder has its reserve."""
     transaction, write = Database.transaction, IndexCatalog._write
 
     @contextmanager
@@ -346,7 +339,7 @@ def full_until(store_has_room: Callable[[], bool], index: Path, monkeypatch: pyt
     def of_index(catalog: IndexCatalog) -> Iterator[None]:
         with write(catalog):
             yield
-            if (index / "reserve").exists():
+            if (reserved / "reserve").exists():
                 raise StoreFullError("no room")
 
     monkeypatch.setattr(Database, "transaction", of_store)
@@ -378,17 +371,8 @@ def test_deleting_again_on_a_disk_that_stays_full(engine: Engine, monkeypatch: p
     index, kv = (Path(engine.config.store_dir) / name for name in ("index", "kv"))
     (index / "reserve").unlink()
     (index / "reserve").mkdir()  # cannot be taken again
-    write = IndexCatalog._write
-
-    @contextmanager
-    def full(catalog: IndexCatalog) -> Iterator[None]:
-        with write(catalog):
-            yield
-            if (kv / "reserve").exists():
-                raise StoreFullError("no room")
-
     with monkeypatch.context() as patch:
-        patch.setattr(IndexCatalog, "_write", full)
+        full_until(lambda: True, kv, patch)
         engine.documents.delete(ID)
     assert ID not in engine.retriever.ids()
 

@@ -157,16 +157,11 @@ def test_full_disk(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> 
     assert engine.answer(QUESTION, num_chunks=TOP_K).plan.hits == TOP_K
 
 
-def test_budget_below_a_chunk(open_engine: OpenEngine) -> None:
-    """A KV budget that holds no single chunk is an error that names the budget."""
-    with pytest.raises(StoreFullError, match="nvme_budget_bytes=1000"):
-        open_engine(nvme_budget_bytes=1000).ingest(DOCUMENTS)
-
-
-def test_documents_beyond_the_budget_leave_nothing(open_engine: OpenEngine) -> None:
-    """Documents whose KV does not fit at once are an error, and neither their texts nor their KV stay."""
-    engine = open_engine(nvme_budget_bytes=300_000, ram_budget_bytes=1)
-    with pytest.raises(StoreFullError, match="does not fit the store's byte budget"):
+@pytest.mark.parametrize(("budget", "says"), [(1000, "nvme_budget_bytes=1000"), (300_000, "not fit the store's byte budget")])
+def test_documents_beyond_the_budget_leave_nothing(open_engine: OpenEngine, budget: int, says: str) -> None:
+    """Documents of which one chunk's KV, or all at once, does not fit are an error, and neither texts nor KV stay."""
+    engine = open_engine(nvme_budget_bytes=budget, ram_budget_bytes=1)
+    with pytest.raises(StoreFullError, match=says):
         engine.ingest(DOCUMENTS)
     assert (engine.documents.ls(), stored(engine)) == ([], 0)
 

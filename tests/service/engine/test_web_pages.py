@@ -179,23 +179,17 @@ def test_a_redirect_is_checked_too(site: str) -> None:
         web.fetch(f"http://innocent.example:{port}/file")
 
 
+PUBLIC = "93.184.215.14 2606:2800:21f:cb07:6820:80da:af6b:8b2c ::ffff:8.8.8.8 64:ff9b::808:808"
+PRIVATE = """127.0.0.1 10.1.2.3 192.168.0.1 169.254.169.254 100.64.0.1 0.0.0.0 224.0.0.1 192.0.0.192 168.63.129.16
+::1 :: fe80::1%eth0 fc00::1 ::ffff:127.0.0.1 64:ff9b::a00:1 2002:7f00:1::1 64:ff9b:1::808:808 fec0::1 ::8.8.8.8
+::ffff:0:8.8.8.8 2001:0:1::1 ::ffff:169.254.169.254"""
+
+
 @pytest.mark.parametrize(
     ("address", "expected"),
     [
-        *[
-            (each, True)
-            for each in ("93.184.215.14", "2606:2800:21f:cb07:6820:80da:af6b:8b2c", "::ffff:8.8.8.8", "64:ff9b::808:808")
-        ],
-        *[
-            (each, False)
-            for each in ("127.0.0.1", "10.1.2.3", "192.168.0.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1")
-        ],
-        *[
-            (each, False)
-            for each in ("::1", "::", "fe80::1%eth0", "fc00::1", "::ffff:127.0.0.1", "64:ff9b::a00:1", "2002:7f00:1::1")
-        ],
-        *[(each, False) for each in ("192.0.0.192", "168.63.129.16", "64:ff9b:1::808:808", "fec0::1", "::8.8.8.8")],
-        *[(each, False) for each in ("::ffff:0:8.8.8.8", "2001:0:1::1", "::ffff:169.254.169.254")],
+        *((each, True) for each in PUBLIC.split()),
+        *((each, False) for each in PRIVATE.split()),
     ],
 )
 def test_is_public(address: str, expected: bool) -> None:
