@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
-from cacheblend.base.errors import ClientGoneError, MissingExtraError
+from cacheblend.base.errors import ClientGoneError, DeadlineError, MissingExtraError
 from cacheblend.base.threads import Check
 from cacheblend.service.engine.decoding import Piece
 from cacheblend.service.engine.engine import Engine
@@ -30,6 +30,7 @@ from .schemas import ChatBody, CompletionBody, GenerationBody, ToolBody
 from .server import LOOK_FOR_CLIENT_S, Server, run_call
 
 DEFAULT_NUM_CHUNKS = 6
+LATE_S = 1.0  # after the deadline
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer; with `stream` as server-sent events.", "content": {"text/event-stream": {}}}
 }
@@ -190,12 +191,21 @@ class Generation:
             self._server.scheduler.submit(served)
 
     async def next(self) -> tuple[int, Piece | Done]:
-        """The next event, and of which choice; raises the error of one that failed, and ClientGoneError if nobody waits."""
+        """The next event, and of which choice.
+
+        Raises:
+            ClientGoneError: nobody waits any more.
+            DeadlineError: the scheduler has not ended the request at its deadline, as one of its steps is longer.
+            CacheBlendError: the error of a choice that failed.
+        """
+        deadline_s = self._server.scheduler.config.deadline_s
         while True:
             if time.monotonic() >= self._looked + LOOK_FOR_CLIENT_S:
                 self._looked = time.monotonic()
                 if await self._request.is_disconnected():
                     raise ClientGoneError("the client has left")
+                if time.perf_counter() > self._served[0].asked.arrived + deadline_s + LATE_S:
+                    raise DeadlineError(f"no answer within deadline_s={deadline_s:g}; ask for less, or later")
             try:
                 async with asyncio.timeout(LOOK_FOR_CLIENT_S):
                     index, event = await self._events.get()

@@ -90,6 +90,12 @@ REMEDIES = {
     "none_required": "is not supported; leave it out",
     "model_type": "must be an object",
 }
+FIELD_REMEDIES = {
+    "prompt": "is one text, or a list of one; ask for several in several requests",
+    "functions": "are OpenAI's older form of tools; leave them out, and give tools",
+    "modalities": 'only ["text"] is supported; leave it out',
+    "content.type": "this service reads only text; leave the part out, or send its text",
+}
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -157,7 +163,9 @@ def validation_error(first: Mapping[str, Any]) -> ApiError:
     place = [str(name)[:MAX_SHOWN].encode(errors="backslashreplace").decode() for name in names]  # a name may be no Unicode
     param = ".".join(place) or None
     given = "" if kind == "missing" else f", got {shortened(first.get('input'))}"
-    why = REMEDIES.get(kind) or re.sub(r"^\w+ should", "must", first["msg"].removeprefix("Value error, "))
+    field = ".".join(name for name in place if not name.isdecimal()).removeprefix("messages.")
+    why = (kind not in ("missing", "value_error") and FIELD_REMEDIES.get(field)) or REMEDIES.get(kind)
+    why = why or re.sub(r"^\w+ should", "must", first["msg"].removeprefix("Value error, "))
     return ApiError(400, f"{param or 'the body'}: {why}{given}", param=param, code="invalid_value")
 
 
@@ -260,6 +268,7 @@ class Guard:
         bound = http.host.lower() if re.fullmatch(HOST_NAME, http.host) else f"[{http.host.lower()}]"
         self._hosts = None if keys.required and not named else OWN_HOSTS | named | {bound}
         self._held = Counter[str]()  # bytes of bodies, by tenant
+        self._returns_memory = False  # freed by large bodies, to the system, soon
         self._longest = max(http.max_body_bytes, http.max_completion_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -389,9 +398,13 @@ class Guard:
         finally:
             self._held[tenant] -= counted
             self._held += Counter()  # without the tenants that have none
-            if counted > LARGE_BYTES:
-                returning = threading.Thread(target=return_freed_memory, daemon=True)
-                asyncio.get_running_loop().call_later(RETURN_AFTER_S, returning.start)
+            if counted > LARGE_BYTES and not self._returns_memory:
+                self._returns_memory = True
+                asyncio.get_running_loop().call_later(RETURN_AFTER_S, self._return_memory)
+
+    def _return_memory(self) -> None:
+        self._returns_memory = False
+        threading.Thread(target=return_freed_memory, daemon=True).start()
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -355,7 +355,13 @@ class ChatBody(GenerationBody):
 
     @property
     def returned_logprobs(self) -> int | None:
-        return self.top_logprobs or 0 if self.logprobs or self.top_logprobs else None
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: set logprobs to true with it")
+        return self
 
 
 class CompletionBody(GenerationBody):

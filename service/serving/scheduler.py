@@ -247,8 +247,9 @@ class Scheduler:
         """Numbers of requests by what they do now."""
         with self._changed:
             decoding = sum(running.decoding is not None for running in self._running)
-            prefilling = len(self._running) - decoding
-            return SchedulerState(len(self._waiting) + (self._prompt is not None) - prefilling, prefilling, decoding)
+            queued = [*self._waiting, *([] if self._prompt is None else [self._prompt])]
+            waiting = sum(request not in self._running for request in queued)
+            return SchedulerState(waiting, len(self._running) - decoding, decoding)
 
     def quality(self, tenant: str) -> dict[str, Any]:
         """How a tenant's blended prompts compare with full prefill; see `QualityGuard.status`."""

@@ -7,7 +7,11 @@ export async function api(path, options = {}) {
   const key = sessionStorage.getItem(KEY);
   const headers = typeof options.body === "string" ? { "Content-Type": "application/json" } : {};
   if (key) headers.Authorization = `Bearer ${key}`;
-  const response = await fetch(path, { ...options, headers });
+  let response = await fetch(path, { ...options, headers });
+  for (let left = 5; response.status === 429 && options.body instanceof FormData && left > 0; left--) {
+    await new Promise((done) => setTimeout(done, 1000 * (Number(response.headers.get("Retry-After")) || 1)));
+    response = await fetch(path, { ...options, headers }); // a file that came while the service was busy
+  }
   if (response.ok) return response;
   if (response.status === 401 && $("key_form").hidden) {
     $("key_form").hidden = false;

@@ -3,9 +3,11 @@ import { $, api, button, element, json, problem } from "/api.js";
 
 const LISTED = 20;
 const MAX_LISTED = 1000; // documents, which the service gives at once
+const MAX_SHOWN = 300; // chunks of an opened document
 const PROGRESS_EVERY_MS = 500;
 let last = null; // id of the last document that is listed
 let lists = 0; // lists asked for: the answer to an earlier one comes too late
+let opens = 0; // and documents opened
 let onChange = () => {};
 
 const path = (id) => `/v1/documents/${encodeURIComponent(id)}`;
@@ -54,10 +56,13 @@ function row(document) {
 
 /** Show a document in the dialog. */
 async function open(document) {
+  const number = ++opens;
   const { content, ...shown } = await json(path(document.id));
+  if (number !== opens) return;
   $("shown_title").textContent = named(document);
   $("shown_about").textContent = about(shown);
-  $("shown_text").replaceChildren(...content.map((chunk) => element("pre", chunk.text)));
+  $("shown_text").replaceChildren(...content.slice(0, MAX_SHOWN).map((chunk) => element("pre", chunk.text)));
+  if (content.length > MAX_SHOWN) $("shown_text").append(element("p", `and ${counted(content.length - MAX_SHOWN, "chunk")} more`));
   if (!$("shown").open) $("shown").showModal();
 }
 

@@ -81,8 +81,9 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"documents": [{"title": "x"}]}, "documents.0.text: is missing; give it"),
     ({"cache_salt": "x" * 999}, "cache_salt: must have at most 256 characters"),
     ({"unknown": 1}, "unknown: is no field of this request; leave it out"),
-    ({"modalities": ["text", "audio"]}, "modalities.1: must be 'text'"),
-    ({"functions": [{"name": "f"}]}, "functions: must have at most 0 items"),
+    ({"top_logprobs": 2}, "the body: top_logprobs: set logprobs to true with it"),
+    ({"modalities": ["text", "audio"]}, 'modalities.1: only ["text"] is supported; leave it out'),
+    ({"functions": [{"name": "f"}]}, "functions: are OpenAI's older form of tools; leave them out, and give tools"),
     ({"function_call": {"name": "f"}}, "function_call: must be 'none' or 'auto'"),
     ({"n": 17}, "n: must be less than or equal to 16"),
     ({"logit_bias": {"x": 1}}, "logit_bias: 'x' is no token id"),
@@ -113,7 +114,7 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
     (messages({"role": "assistant", "content": ""}, USER), "messages[0].content is empty"),
     (
         messages({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
-        "messages.0.content.0.type: must be 'text'",
+        "messages.0.content.0.type: this service reads only text; leave the part out",
     ),
     (messages(USER, {"role": "system", "content": "x"}), "user's question"),
     (messages(USER, {"role": "assistant", "content": "x"}), "user's question"),
@@ -125,7 +126,7 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
     ),
 ]
 OTHER_FIELDS: list[tuple[str, dict[str, Any], str]] = [
-    (TEXTS, {**TEXT, "prompt": ["a", "b"]}, "prompt: must have at most 1 item"),
+    (TEXTS, {**TEXT, "prompt": ["a", "b"]}, "prompt: is one text, or a list of one; ask for several in several requests"),
     (TEXTS, {**TEXT, "best_of": 2}, "best_of: must be 1"),
     (TEXTS, {**TEXT, "suffix": "x"}, "suffix: is not supported; leave it out"),
     (EMBEDDINGS, {"input": []}, "input: must have at least 1 item"),
