@@ -136,7 +136,6 @@ class Catalog:
         return rows[0][0] if rows else None
 
     def has_document(self, digest: str) -> bool:
-        """Whether any document has a chunk."""
         return bool(self.database.rows("SELECT 1 FROM document_chunks WHERE digest = ? LIMIT 1", digest))
 
     def touch(self, digest: str) -> None:

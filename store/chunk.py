@@ -28,9 +28,7 @@ class ChunkKey:
     """The key of one chunk's KV; `str(key)` is its SHA-256 in hex. Make one with `ChunkKey.of`.
 
     Args:
-        digest: the hash.
         model: fingerprint of the model that computes the KV.
-        codec: how the KV is stored.
         namespace: whose entry it is; tenants with different namespaces never see each other's entries.
     """
 
@@ -171,32 +169,22 @@ class KVHandle(Protocol):
         """
 
     def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
-        """Read one layer to CPU memory, in this thread only; raises as `read_layer` does.
+        """Read one layer to CPU memory, in which each head's (T, B) is contiguous, in this thread only.
 
-        Args:
-            layer: its index.
-            to_2HTB: the bytes of CPU memory for keys and values of `dtype`; each head's (T, B) is contiguous.
-
-        Raises:
-            InputError: the memory has another shape than the layer.
+        Raises as `read_layer` does, and `InputError` if the memory has another shape than the layer.
         """
 
     def copy_layer(self, layer: int, to_2HTD: torch.Tensor) -> None:
         """Copy one layer to a tensor on any device, by all of PyTorch's threads; raises as `read_layer` does."""
 
     def encoded_layer(self, layer: int) -> EncodedLayer | None:
-        """One layer as it is stored, to be decoded elsewhere; None if it is stored as plain keys and values.
-
-        Raises as `read_layer` does.
-        """
+        """One layer as it is stored; None if that is plain keys and values. Raises as `read_layer` does."""
 
 
-def check_shape(what: str, layer: int, needed: tuple[int, ...], to_2HTB: Bytes) -> None:
-    """Refuse memory whose shape differs from the layer's bytes.
-
-    Raises:
-        InputError: the shapes differ.
-    """
+def check_shape(what: str, kv: KVHandle, layer: int, to_2HTB: Bytes) -> None:
+    """Refuse memory whose shape differs from the layer's bytes, with an `InputError`."""
+    kv_heads, head_dim = kv.heads(layer)
+    needed = (2, kv_heads, len(kv.token_ids), head_dim * kv.dtype.itemsize)
     if to_2HTB.shape != needed:
         raise InputError(f"layer {layer} of {what} has bytes {needed}, and the memory for it {to_2HTB.shape}")
 
@@ -243,11 +231,9 @@ class ChunkKV:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that all its tensors share."""
         return self.layers[0][0].dtype
 
     def heads(self, layer: int) -> tuple[int, int]:
-        """KV heads and head size of one layer."""
         k_HTD = self.layers[layer][0]
         return k_HTD.shape[0], k_HTD.shape[2]
 
@@ -257,7 +243,6 @@ class ChunkKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values."""
         return sum(map(self.layer_bytes, range(len(self.layers))))
 
     def layer_bytes(self, layer: int) -> int:
@@ -268,9 +253,7 @@ class ChunkKV:
         return self.layers[layer]
 
     def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
-        kv_heads, head_dim = self.heads(layer)
-        needed = (2, kv_heads, len(self.token_ids), head_dim * self.dtype.itemsize)
-        check_shape(f"the KV of {len(self.token_ids)} tokens", layer, needed, to_2HTB)
+        check_shape(f"the KV of {len(self.token_ids)} tokens", self, layer, to_2HTB)
         for to_HTB, x_HTD in zip(to_2HTB, self.layers[layer], strict=True):
             x_HTD = x_HTD.detach().cpu()
             # A copy by PyTorch would start an OpenMP team for this thread, which slows all other threads' parallel regions.

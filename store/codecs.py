@@ -38,7 +38,6 @@ class EncodedShape(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stored tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -53,7 +52,6 @@ class Codec:
     largest: ClassVar[float] = torch.finfo(torch.float32).max  # of the values that it can hold
 
     def parts(self, layer: LayerShape) -> Sequence[EncodedShape]:
-        """Shapes of the tensors that `pack` makes."""
         raise NotImplementedError
 
     def pack(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -70,11 +68,7 @@ class Codec:
         return EncodedShape(torch.uint8, (-(-size // _ALIGNMENT) * _ALIGNMENT,))
 
     def encode(self, layers: Sequence[LayerPair], encoded: torch.Tensor) -> None:
-        """Fill the stored tensors of L layers of one shape, contiguous on the CPU; computed where keys and values are.
-
-        Args:
-            layers: L times `k_HTD` and `v_HTD`.
-            encoded: `(L, *encoded_shape)`.
+        """Fill the stored tensors `(L, *encoded_shape)` of L layers of one shape; computed where keys and values are.
 
         Raises:
             InputError: a value is not finite, or larger than `largest`.

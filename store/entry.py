@@ -68,7 +68,6 @@ class EntryInfo:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers."""
         return len(self.heads)
 
     def key_for(self, model: str) -> ChunkKey:
@@ -83,7 +82,6 @@ class EntryInfo:
         )
 
     def decode(self, layer: int, encoded: torch.Tensor) -> LayerPair:
-        """`k_HTD` and `v_HTD` of a layer's stored tensor."""
         return CODECS[self.key.codec].decode(encoded, self._layer_shape(self.heads[layer]))
 
     def _layer_shape(self, heads: tuple[int, int]) -> LayerShape:
@@ -101,11 +99,7 @@ _TORCH_DTYPES = {name: getattr(torch, dtype.removeprefix("torch.")) for dtype, n
 
 
 def pack_header(info: EntryInfo, checksums: Sequence[str]) -> bytes:
-    """The file's bytes before the first layer, padded to full blocks for direct reads.
-
-    Args:
-        info: the entry.
-        checksums: of each layer's tensor; see `checksum`.
+    """The file's bytes before the first layer, padded to full blocks; `checksums` are of each layer's tensor.
 
     Raises:
         InputError: more token ids than a header has room for.
@@ -128,12 +122,11 @@ def pack_header(info: EntryInfo, checksums: Sequence[str]) -> bytes:
     table: dict[str, object] = {"__metadata__": {"entry": text, "entry_xxh3": xxhash.xxh3_64_hexdigest(text.encode())}}
     offset = 0
     for layer, (shape, size) in enumerate(zip(info.shapes, info.sizes, strict=True)):
-        offsets = [offset, offset + size]
         # Zero-padded, so that readers that sort the names keep the layers' order.
         table[f"layer_{layer:05d}"] = {
             "dtype": _STORED_NAMES[str(shape.dtype)],
             "shape": shape.shape,
-            "data_offsets": offsets,
+            "data_offsets": [offset, offset + size],
         }
         offset += size
     header = json.dumps(table, separators=(",", ":")).encode()
@@ -204,11 +197,7 @@ def _empty_piece(count: int) -> Bytes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedEntry:
-    """An entry in memory, never written to once it is filled.
-
-    Args:
-        info: all but the keys and values.
-        checksums: of each layer's tensor, by the time that it is filled; see `checksum`.
+    """An entry in memory, never written to once it is filled; `checksums` are of each layer's tensor.
 
     Attributes:
         pieces: the file after its header: the layers' tensors without gaps, and zeros up to a full block; each piece in
@@ -272,18 +261,13 @@ class EncodedEntry:
         return entry
 
     def check(self) -> None:
-        """Hold what the entry was filled with against its checksums.
-
-        Raises:
-            ValueError: a layer is not what was written.
-        """
+        """Raise `ValueError` if a layer does not match its checksum."""
         for layer, stored in enumerate(self.bytes):
             if checksum(stored) != self.checksums[layer]:
                 raise ValueError(f"layer {layer} does not match its checksum")
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all encoded tensors."""
         return self.info.nbytes
 
     def read_layer(self, layer: int) -> torch.Tensor:

@@ -81,16 +81,10 @@ class EntryFile:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the file."""
         return self._offsets[-1]
 
     def read_layer(self, layer: int) -> torch.Tensor:
-        """Read one layer's encoded tensor, in one read straight into its memory, and check it.
-
-        Raises:
-            DamagedEntryError: the bytes are not the ones that were written.
-            StoreError: the file is closed.
-        """
+        """Read one layer's encoded tensor, in one read straight into its memory, and check it; see `StoredEntry`."""
         dtype, shape = self.info.shapes[layer]
         if self._direct:
             return torch.from_numpy(self._read_direct(layer, reuse=False)).view(dtype).view(shape)
@@ -257,11 +251,7 @@ def _write(fd: int, data: memoryview) -> None:
 
 
 def make_direct(fd: int) -> None:
-    """Have reads and writes of a descriptor pass the page cache by.
-
-    Raises:
-        OSError: the file system or the system has none such.
-    """
+    """Have reads and writes of a descriptor pass the page cache by; an `OSError` where that does not exist."""
     if not hasattr(os, "O_DIRECT"):  # macOS, for one
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
@@ -277,11 +267,7 @@ def leave_direct(fd: int) -> bool:
 
 
 def check_direct_reads(folder: Path) -> None:
-    """Refuse a folder whose file system has no direct reads.
-
-    Raises:
-        ConfigError: the file system has none.
-    """
+    """Refuse a folder whose file system has no direct reads, with a `ConfigError`."""
     with tempfile.TemporaryFile(dir=folder) as file:
         try:
             make_direct(file.fileno())

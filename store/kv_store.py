@@ -125,14 +125,9 @@ class KVStore:
         return key.digest in self._queue or key.digest in self._live
 
     def fetch(self, keys: Iterable[ChunkKey], deadline_s: float) -> int:
-        """Fetch entries that nothing but the remote tier has, side by side; they are readable here as soon as they come.
+        """Fetch entries that nothing but the remote tier has, side by side; returns how many came by the deadline.
 
-        Args:
-            keys: the entries'.
-            deadline_s: seconds to wait. Entries that come later are stored too, so that a later request finds them.
-
-        Returns:
-            How many came by the deadline.
+        They are readable here as soon as they come. Later ones are stored too, so that a later request finds them.
         """
         self._check_open()
         missing = [key.digest for key in keys if key not in self]
@@ -230,12 +225,10 @@ class KVStore:
 
     @property
     def documents(self) -> DocumentTable:
-        """The documents that the chunks belong to."""
         return DocumentTable(self._live, self._forget_everywhere)
 
     @property
     def has_remote(self) -> bool:
-        """Whether the configuration has a remote tier."""
         return self._remote is not None
 
     def ls(self) -> list[CatalogEntry]:
@@ -245,9 +238,7 @@ class KVStore:
     def verify(self, *, repair: bool = False, on_progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Check every file, header, layer and row; with `repair`, repair what can be. See `VerifyReport`.
 
-        Args:
-            repair: change what is wrong.
-            on_progress: called with entries done and entries in all.
+        `on_progress` is called with entries done and entries in all.
         """
         report = self._live.verify(repair=repair, on_progress=on_progress)
         if repair:

@@ -39,9 +39,6 @@ _IGNORED = ("lost+found", f"{_MARKER}.")  # the root of a fresh file system is a
 class StoreFolder:
     """The folder of a store, made when missing.
 
-    Args:
-        root: the folder.
-
     Raises:
         StoreDirectoryError: it is a file, holds something else, cannot be written, or is of another format.
     """
@@ -67,7 +64,6 @@ class StoreFolder:
             raise write_error(root, error) from error
 
     def entry_path(self, digest: str) -> Path:
-        """Path of an entry's file."""
         return self._entries / digest[:2] / digest
 
     def new_entry_paths(self, digests: Iterable[str]) -> list[Path]:
@@ -160,7 +156,6 @@ class Journal:
             )
 
     def end(self) -> None:
-        """Forget the digests."""
         os.ftruncate(self._fd, 0)
 
     def unfinished(self) -> list[str]:
@@ -171,7 +166,6 @@ class Journal:
         return [line for line in lines if len(line) == _DIGITS and line.isalnum()]
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._fd)
 
 
@@ -209,7 +203,6 @@ class WriteLock:
             self._threads.release()
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._fd)
 
 
@@ -224,11 +217,7 @@ RESERVE_BYTES = 512 * 1024  # room for SQLite's log of a removal or a pin: 4 KiB
 
 
 class Reserve:
-    """A file that only occupies disk space. Used by one process at a time.
-
-    Args:
-        path: the file; made by `refill`.
-    """
+    """A file that only occupies disk space; made by `refill`. Used by one process at a time."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -39,11 +39,9 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found."""
         return not (self.damaged or self.missing or self.mismatched or self.orphans or self.leftovers or self.miscounted)
 
     def as_dict(self) -> dict[str, object]:
-        """Plain values, for JSON."""
         return asdict(self) | {"ok": self.ok}
 
 
@@ -81,7 +79,6 @@ class NvmeTier:
             self._opened = opened.pop_all()
 
     def close(self) -> None:
-        """Close the tier; uses that were not saved are lost."""
         self._opened.close()
 
     @contextmanager
@@ -264,12 +261,7 @@ class NvmeTier:
             return len(leftovers)
 
     def verify(self, *, repair: bool, on_progress: Callable[[int, int], None] | None) -> VerifyReport:
-        """Compare catalog and files, and check every header and every layer; the store may be in use meanwhile.
-
-        Args:
-            repair: change what is found.
-            on_progress: called with entries done and entries in all.
-        """
+        """Compare catalog and files, and check every header and layer; see `KVStore.verify`. The store may be in use."""
         leftovers = self.leftovers(remove=repair)
         with self.exclusive():
             if (miscounted := self.catalog.is_miscounted()) and repair:

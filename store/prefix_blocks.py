@@ -102,7 +102,6 @@ class PrefixRun:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the keys and values."""
         return self._blocks(0)[-1].dtype
 
     @property
@@ -110,7 +109,6 @@ class PrefixRun:
         return len(self.windows)
 
     def heads(self, layer: int) -> tuple[int, int]:
-        """KV heads and head size of one layer."""
         _, heads, _, size = self._blocks(layer)[-1].shape
         return heads, size
 
@@ -126,8 +124,7 @@ class PrefixRun:
         return pair_2HTD[0], pair_2HTD[1]
 
     def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
-        kv_heads, head_dim = self.heads(layer)
-        check_shape("a prefix", layer, (2, kv_heads, len(self.token_ids), head_dim * self.dtype.itemsize), to_2HTB)
+        check_shape("a prefix", self, layer, to_2HTB)
         self.copy_layer(layer, torch.from_numpy(to_2HTB).view(self.dtype))
 
     def copy_layer(self, layer: int, to_2HTD: torch.Tensor) -> None:
@@ -171,7 +168,7 @@ class BlockReader:
         """`kv_L2HTD` of one block in memory of its own: a view would keep all blocks that were copied with it.
 
         Args:
-            index: of the block; asked for in rising order.
+            index: asked for in rising order.
             layers: those of one window.
             held_tokens: number of the block's last tokens to copy.
         """
@@ -211,9 +208,7 @@ class PrefixBlocks:
     once its tail goes before its parents; parts in use stay.
 
     Args:
-        budget_bytes: of keys and values held at most.
         windows: each layer's sliding window; None for full attention.
-        model: fingerprint of the model.
 
     Raises:
         ConfigError: a budget that is not above 0.
@@ -339,7 +334,6 @@ class PrefixBlocks:
         return True
 
     def _take(self, names: Sequence[_Name]) -> None:
-        """Put parts in use."""
         for name in names:
             part = self._parts[name]
             if not part.users:

@@ -57,8 +57,7 @@ class Backend(Protocol):
     def delete(self, name: str) -> None:
         """Remove an object; a missing one is no error."""
 
-    def close(self) -> None:
-        """End all connections."""
+    def close(self) -> None: ...
 
 
 class _ObjectBackend:
@@ -274,7 +273,6 @@ class CircuitBreaker:
         return max(0.0, self._open_until - self._clock())
 
     def succeed(self) -> None:
-        """Note that a call was answered."""
         with self._lock:
             self._failures, self._open_until = 0, 0.0
 

@@ -52,7 +52,6 @@ class Pins:
                 self._pinned -= Counter(digests)
 
     def is_pinned(self, digest: str) -> bool:
-        """Whether an eviction must spare the entry."""
         return digest in self._pinned
 
     def begin_evict(self, digest: str) -> bool:
@@ -215,10 +214,9 @@ class RamTier:
             return True
 
     def admits(self, digest: str, entry_bytes: int) -> bool:
-        """Whether there is room, or the entry was read recently.
+        """Whether there is room, or at most the budget in bytes was read since the entry was read before.
 
-        Recently means: at most the budget in bytes was read since. So one pass over many entries that rarely come again
-        copies and evicts nothing.
+        So one pass over many entries that rarely come again copies and evicts nothing.
         """
         again = self._recent_reads.admits(digest, entry_bytes)
         return entry_bytes <= self.budget_bytes and (again or self._bytes + entry_bytes <= self.budget_bytes)
@@ -237,8 +235,7 @@ class RamTier:
             self._entries.clear()
             self._bytes = 0
 
-    def close(self) -> None:
-        """Nothing must be closed."""
+    def close(self) -> None: ...
 
     def _drop(self, digest: str) -> None:
         self._bytes -= self._entries.pop(digest).nbytes
@@ -285,22 +282,16 @@ class Placement:
 
     @property
     def entry(self) -> StoredEntry:
-        """The entry itself.
-
-        Raises:
-            StoreError: the pin was released.
-        """
+        """The entry itself; a `StoreError` after the pin was released."""
         entry = self._entry
         if entry is None:
             raise StoreError(f"the placement of {self.key} was read after its pin was released; read inside `with store.pin`")
         return entry
 
     def heads(self, layer: int) -> tuple[int, int]:
-        """KV heads and head size of one layer."""
         return self._info.heads[layer]
 
     def layer_bytes(self, layer: int) -> int:
-        """Stored bytes of one layer."""
         return self._info.sizes[layer]
 
     def read_layer(self, layer: int) -> LayerPair:
@@ -310,9 +301,7 @@ class Placement:
     def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
         """Read raw bytes of a file straight into the memory; others are decoded and copied."""
         entry = self.entry
-        kv_heads, head_dim = self._info.heads[layer]
-        needed = (2, kv_heads, len(self._info.token_ids), head_dim * self._info.dtype.itemsize)
-        check_shape(str(self.key), layer, needed, to_2HTB)
+        check_shape(str(self.key), self, layer, to_2HTB)
         if self._is_raw:
             self._report(layer, entry.read_layer_into, to_2HTB)
         else:
@@ -375,7 +364,6 @@ class StoreStats:
 
     @property
     def ram(self) -> TierStats:
-        """Copies in RAM."""
         return self.tiers[RAM]
 
     @property

@@ -33,7 +33,6 @@ class PendingWrite:
     """An entry that is to be written.
 
     Args:
-        entry: the entry.
         document: whose chunk it is, where that was ingested; written only while the store knows the document in that version.
         is_copy: the remote tier has it.
         stored: True once the entry is durable; False where it was deleted, or its document was, before that; or the error.
@@ -46,7 +45,6 @@ class PendingWrite:
 
     @property
     def digest(self) -> str:
-        """The entry's key."""
         return self.entry.info.key.digest
 
 
@@ -55,9 +53,6 @@ class WriteQueue:
 
     The thread starts with the first entry. Between entries it holds no reference to who gave them, so that a store that was not
     closed can be collected, and warn.
-
-    Args:
-        limit_bytes: bytes that may wait before a put blocks.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -181,7 +176,6 @@ class WriteQueue:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Write what waits and end the thread."""
         self.stop()
         if self._thread is not None:
             self._thread.join()

@@ -61,17 +61,6 @@ def test_a_full_ram_takes_what_is_read_again(open_store) -> None:
     assert tier_of(store, 1) == "ram"
 
 
-def test_entry_above_the_ram_budget(open_store) -> None:
-    """An entry too large for RAM lives on NVMe alone, and throws nothing out."""
-    key, kv = make_chunk(9, heads=((4, 8),) * 4)
-    store = open_store(ram_budget_bytes=RAM_BYTES)
-    store.put(*PAIRS[0])
-    store.put(key, kv)
-    assert same(store.get(key), kv)
-    assert store.stats().ram.entries == 1
-    assert tier_of(store, 0) == "ram"
-
-
 @pytest.mark.parametrize("flush", [True, False])
 def test_entry_above_the_nvme_budget(open_store, flush: bool) -> None:
     """An entry that could never fit is refused, and what is there stays."""

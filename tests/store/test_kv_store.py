@@ -41,14 +41,6 @@ def test_miss(open_store) -> None:
     assert store.stats().misses == 2
 
 
-def test_namespaces_are_apart(open_store) -> None:
-    """One tenant's entry is a miss for another."""
-    key, kv = make_chunk(1)
-    store = open_store()
-    store.put(key, kv)
-    assert ChunkKey.of(kv.token_ids, prefix_ids=kv.prefix_ids, model=MODEL, namespace="other") not in store
-
-
 def test_what_callers_do_to_their_tensors(open_store) -> None:
     """Neither the tensors that were put nor the ones that were got are the store's own."""
     key, kv = make_chunk(1)
@@ -176,15 +168,3 @@ def test_two_stores_share_a_folder(open_store) -> None:
     assert one.stats().nvme.bytes == other.stats().nvme.bytes == 2 * FILE_BYTES
     assert other.delete(pairs[2][0])
     assert one.stats().nvme.entries == 1
-
-
-def test_what_another_process_deletes_is_not_served_from_ram(open_store) -> None:
-    """A copy in RAM goes with its entry, whoever removed that."""
-    one, other = open_store(), open_store()
-    key, kv = make_chunk(1)
-    one.put(key, kv)
-    assert one.stats().ram.entries == 1
-    other.delete(key)
-    assert key not in one
-    assert one.get(key) is None
-    assert one.stats().ram.entries == 0

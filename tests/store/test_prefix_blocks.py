@@ -15,7 +15,6 @@ from letters import (
     HYBRID,
     LAYER_BYTES,
     SHORT,
-    SLIDING,
     chain,
     insert,
     layer_kv,
@@ -98,16 +97,6 @@ def test_the_tail_goes_first() -> None:
     assert blocks.stats()["evictions"] == 3
 
 
-def test_a_child_keeps_its_parents_young() -> None:
-    """A block that is added to an old chain makes the chain young, so that no child outlives its parent."""
-    blocks = make(budget_bytes=4 * BLOCK_BYTES)
-    insert(blocks, "ab")
-    insert(blocks, "x")
-    insert(blocks, "abc", first=2)
-    insert(blocks, "z")
-    assert (matched(blocks, "abc"), matched(blocks, "x"), matched(blocks, "z")) == ("abc", "", "z")
-
-
 def test_what_is_in_use_stays() -> None:
     """Blocks of a run that is in use are not evicted, by however many it is used; room that cannot be had is not taken."""
     blocks = make(budget_bytes=3 * BLOCK_BYTES)
@@ -121,14 +110,6 @@ def test_what_is_in_use_stays() -> None:
         assert matched(blocks, "ab") == "ab"
     assert insert(blocks, "xyz") == 3
     assert blocks.stats()["bytes"] == 3 * BLOCK_BYTES
-
-
-def test_a_prompt_longer_than_the_budget() -> None:
-    """Of a prompt that does not fit its first blocks are held; nothing where not even one does."""
-    assert insert(blocks := make(budget_bytes=2 * BLOCK_BYTES + 1), "abcd") == 2
-    assert matched(blocks, "abcd") == "ab"
-    assert insert(blocks := make(budget_bytes=BLOCK_BYTES - 1), "abcd") == 0
-    assert blocks.stats()["parts"] == 0
 
 
 def test_no_block_without_its_parents() -> None:
@@ -150,16 +131,6 @@ def test_a_window_needs_its_last_blocks_alone() -> None:
     assert matched(blocks, "abcd") == "abcd"  # a's and b's sliding parts made room
     assert matched(blocks, "abc") == ""  # which a prompt that leaves the chain at c would have needed
     assert matched(blocks, "x") == "x"
-
-
-def test_sliding_layers_alone() -> None:
-    """Where every layer has a window, a prefix whose beginning is gone is still found."""
-    blocks = make(SLIDING, budget_bytes=4 * BLOCK_BYTES)
-    insert(blocks, "abcd")
-    assert matched(blocks, "abcd") == "abcd"
-    insert(blocks, "xy")
-    assert matched(blocks, "abcd") == "abcd"
-    assert matched(blocks, "ab") == ""
 
 
 def test_views_are_not_kept() -> None:
@@ -188,14 +159,6 @@ def digests(token_ids: list[int], root: bytes = ROOT, extra_keys: tuple[bytes, .
     chain = BlockChain(root, extra_keys)
     chain.extend(token_ids)
     return chain.digests
-
-
-def test_full_blocks_only() -> None:
-    """Tokens that fill no block have no hash; a block's hash is 256 bits."""
-    for tokens in (0, 15, 16, 31, 32):
-        found = digests(list(range(tokens)))
-        assert len(found) == tokens // BLOCK_TOKENS
-        assert all(len(digest) == 32 for digest in found)
 
 
 def test_growing_token_by_token() -> None:
