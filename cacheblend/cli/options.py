@@ -71,11 +71,7 @@ def accepts(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a command with the options of config classes, nested ones too, in place of its parameter `settings: Settings`.
 
-    Args:
-        configs: the classes.
-        only: names of the options that have an effect on the command; left out, all.
-        without: names of options that have none.
-        defaults: of options that differ here.
+    These are all, or `only` those that have an effect on the command, `without` those that have none; `defaults` differ here.
     """
     found = options_of(*configs)
     names = [name for name in (found if only is None else only) if name not in without]

@@ -29,11 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def tenants_of(tables: object) -> list[TenantConfig]:
-    """The tenants of a file's tables. Values are not shown in errors: they may be keys.
-
-    Raises:
-        ConfigError: no table, or one that has another field, or misses one.
-    """
+    """The tenants of a file's tables. Values, which may be keys, are not shown in the ConfigError of a wrong or missing one."""
     if not isinstance(tables, Mapping) or not tables:
         remedy = "a [tenants.NAME] table for each, or no tenants at all, which opens the API to everybody"
         raise ConfigError("tenants", type(tables).__name__, remedy)
@@ -48,11 +44,7 @@ def tenants_of(tables: object) -> list[TenantConfig]:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket with the address; nobody can connect to it before the service listens.
-
-    Raises:
-        ServiceError: the address cannot be had.
-    """
+    """A socket with the address, to which nobody can connect before the service listens; ServiceError if it cannot be had."""
     # Of a socket of no named protocol asyncio does not switch off Nagle's algorithm: the first token would wait for the
     # client's acknowledgement of the headers, which takes 40 ms.
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)

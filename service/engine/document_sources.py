@@ -47,13 +47,9 @@ class NoTextError(InputError):
 
 @dataclass(slots=True)
 class SourceReport:
-    """Files that gave no documents, and why.
+    """Files that gave no documents, and why: faults of known kinds, and what is skipped as hidden, ignored, or no text.
 
-    Args:
-        faults: by file; a file of a known kind that cannot be used.
-        skipped: by file; hidden, ignored, no text, a link out of its folder.
-        strict: whether the first fault is raised.
-        on_file: called with each file before it is read.
+    The first fault is raised if `strict`; `on_file` is called with each file before it is read.
     """
 
     faults: dict[str, str] = field(default_factory=dict)
@@ -129,11 +125,7 @@ class DocumentStream:
         self.report = SourceReport(strict=only == STANDARD_INPUT or _is_url(only) or Path(only).is_file())
 
     def measure(self) -> StreamSize | None:
-        """Read it all once and check it; None for standard input, which can be read only once.
-
-        Raises:
-            InputError: a source, or the one file, cannot be used, or there is no document at all.
-        """
+        """Read it all once, and raise InputError if it cannot be used; None for standard input, which can be read only once."""
         if STANDARD_INPUT in self._sources:
             return None
         size = StreamSize()
@@ -202,12 +194,9 @@ def read_documents(
 
 
 def source_files(path: str, skipped: dict[str, str], leave_out: Path | None = None) -> list[tuple[Path, str]]:
-    """The files of a file, a folder or a pattern, each with the id of its document; see `read_documents`.
+    """The files of a file, a folder or a pattern, each with the id of its document; InputError if there are none.
 
     `skipped` collects the files that are left out, and why.
-
-    Raises:
-        InputError: there is no such file, or none that holds text.
     """
     root = Path(path)
     if root.is_dir():

@@ -247,10 +247,7 @@ class Documents:
         """Remove a document, or a file's, pinned or not, and the KV of the chunks that no other document has; the last status.
 
         The KV goes first: where the process dies between the two, the document is still listed and can be deleted again.
-
-        Raises:
-            InputError: there is no such document.
-            StoreError, RetrieverError: store or index cannot be written.
+        Raises InputError if there is no such document.
         """
         with self._store.exclusive():
             statuses = self._statuses(id_)
@@ -270,10 +267,9 @@ class Documents:
                 self._index.delete(id_)
 
     def pin(self, id_: str, *, pinned: bool = True) -> DocumentStatus:
-        """Spare the KV of the chunks of a document, or a file's, from evictions, also what is computed later; or no longer.
+        """Spare the KV of a document's chunks, or a file's, from evictions, also what is computed later; or no longer.
 
-        Raises:
-            InputError: there is no such document, or its KV was never ingested.
+        Raises InputError if there is no such document, or its KV was never ingested.
         """
         table = self._store.documents
         for part in self._statuses(id_):

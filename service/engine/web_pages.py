@@ -70,11 +70,7 @@ class WebFiles:
         self._files = dict[str, tuple[Path, str] | InputError]()
 
     def fetch(self, url: str) -> tuple[Path, str]:
-        """The file at a URL, and its title.
-
-        Raises:
-            InputError: it cannot be had, is too large, too slow, at a private address, or has too many redirects.
-        """
+        """The file at a URL, and its title; InputError if it cannot be had, or is beyond bounds or at a private address."""
         if url not in self._files:
             try:
                 self._files[url] = asyncio.run(self._fetch(url))

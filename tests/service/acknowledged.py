@@ -41,14 +41,7 @@ class Acknowledged:
 
 
 class Writer:
-    """Uploads, replaces and deletes documents of its own until the server is gone.
-
-    Args:
-        address: of the server.
-        known: is told what was answered.
-        name: begins its documents' ids.
-        ended: ends it, too.
-    """
+    """Uploads, replaces and deletes documents of its own, whose ids begin with its name, until the server is gone."""
 
     def __init__(self, address: str, known: Acknowledged, name: str, ended: threading.Event) -> None:
         self._address, self._known, self._name, self._random = address, known, name, random.Random(name)

@@ -24,12 +24,8 @@ Verdict = Literal["equal", "tie", "differs"]
 class RecordedAnswer:
     """What a replay needs of an answer, in plain values.
 
-    Args:
-        method: that was asked for.
-        segments: kind and token ids of each, and the chunks of its document that it is computed after.
-        recomputed: per layer the positions that were recomputed.
-        token_ids: the answer's.
-        text: the answer's.
+    A segment has its kind, its token ids, and the chunks of its document that it is computed after; `recomputed` has per layer
+    the positions that were recomputed.
     """
 
     method: str

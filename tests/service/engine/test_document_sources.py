@@ -267,20 +267,8 @@ def test_a_file_that_needs_much_memory_is_refused(tmp_path: Path) -> None:
 
 
 @needs_documents
-def test_conversions_take_turns(tmp_path: Path) -> None:
-    """While one converter works, another waits, and its caller may give up."""
-    (tmp_path / "fine.docx").write_bytes(docx("some words"))
-
-    def gone() -> None:
-        raise LookupError
-
-    with file_converter.CONVERTING, FileConverter() as converter, pytest.raises(LookupError):
-        converter.convert(tmp_path / "fine.docx", gone)
-
-
-@needs_documents
 def test_a_conversion_that_nobody_waits_for_ends(tmp_path: Path) -> None:
-    """What `check` raises while a file is converted ends the conversion, and the next file is converted."""
+    """What `check` raises while a file is converted, or another converter works, ends it, and the next file is converted."""
     (tmp_path / "first.docx").write_bytes(docx("some words"))
     (tmp_path / "late.docx").write_bytes(docx("other words"))
 
@@ -288,6 +276,8 @@ def test_a_conversion_that_nobody_waits_for_ends(tmp_path: Path) -> None:
         raise LookupError
 
     with FileConverter() as converter:
+        with file_converter.CONVERTING, pytest.raises(LookupError):
+            converter.convert(tmp_path / "first.docx", gone)
         converter.convert(tmp_path / "first.docx")
         process = converter._process
         assert process is not None
@@ -430,18 +420,24 @@ def test_a_byte_order_mark_is_taken(tmp_path: Path, name: str, monkeypatch: pyte
         assert list(read_documents("-")) == [document]
 
 
+def refused_in_bytes(path: Path, says: str) -> int:
+    """The memory that it takes to refuse a file."""
+    tracemalloc.start()
+    with pytest.raises(InputError, match=says):
+        list(read_documents(str(path)))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return peak
+
+
 def test_a_gzip_bomb_is_refused_in_little_memory(tmp_path: Path) -> None:
     """Half a megabyte that unpacks to one line of 512 MiB is refused by file and line, at the limit."""
     path = tmp_path / "bomb.jsonl.gz"
     with gzip.open(path, "wb", compresslevel=1) as file:
         for _ in range(64):
             file.write(bytes(8 * 2**20))
-    tracemalloc.start()
-    with pytest.raises(InputError, match=r"bomb\.jsonl\.gz, line 1: longer than 8 MiB; split"):
-        list(read_documents(str(path)))
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 4 * document_sources.MAX_LINE_BYTES
+    says = r"bomb\.jsonl\.gz, line 1: longer than 8 MiB; split"
+    assert refused_in_bytes(path, says) < 4 * document_sources.MAX_LINE_BYTES
 
 
 def test_a_line_of_many_values_is_refused_unparsed(tmp_path: Path) -> None:
@@ -450,12 +446,7 @@ def test_a_line_of_many_values_is_refused_unparsed(tmp_path: Path) -> None:
     path.write_text(json.dumps({"id": "a", "text": "b", "junk": [[1], [2]]}))
     assert list(read_documents(str(path))) == [{"id": "a", "text": "b"}]
     path.write_text('{"text": "b", "junk": [' + "[]," * 2**20 + "[]]}")
-    tracemalloc.start()
-    with pytest.raises(InputError, match=r"junk\.jsonl, line 1: more than 200000 values"):
-        list(read_documents(str(path)))
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 4 * path.stat().st_size
+    assert refused_in_bytes(path, r"junk\.jsonl, line 1: more than 200000 values") < 4 * path.stat().st_size
 
 
 def test_long_texts_are_refused(tmp_path: Path) -> None:
