@@ -5,7 +5,7 @@ As in `integrations/langchain.py`: chunks that the retriever found are looked fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from cacheblend.base.errors import needs_extra
@@ -77,22 +77,17 @@ class CacheBlendChatGenerator:
             ValueError: the callback is a coroutine.
         """
         callback = select_streaming_callback(self._callback, streaming_callback, requires_async=False)
-        chunks = []
-        for chunk in self._chunks(messages, generation_kwargs):
-            chunks.append(chunk)
+        options = {**self._options, **(generation_kwargs or {})}
+        pieces, meta = list[str](), dict[str, Any]()
+        for piece, done in self._chat.stream([_message(message) for message in messages], options):
+            meta = {} if done is None else report(done)
             if callback is not None:
-                callback(chunk)
-        meta = dict(chunks[-1].meta)
+                end = meta.get("finish_reason")
+                callback(StreamingChunk(content=piece, meta=dict(meta), index=0, start=not pieces, finish_reason=end))
+            pieces.append(piece)
         usage = {name: meta.pop(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens", "cached_tokens")}
         meta |= {"model": self._chat.engine.config.model, "index": 0, "usage": usage}
-        return {"replies": [ChatMessage.from_assistant("".join(chunk.content for chunk in chunks), meta=meta)]}
-
-    def _chunks(self, messages: Sequence[ChatMessage], generation_kwargs: Mapping[str, Any] | None) -> Iterator[StreamingChunk]:
-        """The answer's pieces; the last one has the metadata."""
-        options = {**self._options, **(generation_kwargs or {})}
-        for index, (piece, done) in enumerate(self._chat.stream([_message(message) for message in messages], options)):
-            meta = {} if done is None else report(done)
-            yield StreamingChunk(content=piece, meta=meta, index=0, start=index == 0, finish_reason=meta.get("finish_reason"))
+        return {"replies": [ChatMessage.from_assistant("".join(pieces), meta=meta)]}
 
 
 def _document(found: ScoredChunk) -> Document:

@@ -20,12 +20,7 @@ from cacheblend.base.threads import Progress
 from cacheblend.retriever import Document, Retriever
 from cacheblend.service.engine.chunk_context import ChunkEncoder
 from cacheblend.service.engine.config import EngineConfig, load_fusor
-from cacheblend.service.engine.document_sources import (
-    STANDARD_INPUT,
-    SourceReport,
-    file_documents,
-    source_files,
-)
+from cacheblend.service.engine.document_sources import STANDARD_INPUT, SourceReport, file_documents, source_files
 from cacheblend.service.engine.file_converter import FileConverter
 from cacheblend.service.engine.ingest import BATCH_CHARACTERS, DocumentEncoder, EncodedBatch, batches
 from cacheblend.service.engine.prompt import PromptRenderer
@@ -42,14 +37,7 @@ PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)  # before the remote tier is a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
-    """A file whose text becomes documents.
-
-    Args:
-        path: absolute.
-        id: of its document.
-        bytes: its size.
-        is_found: in a folder or by a pattern; a file that was named itself must be right.
-    """
+    """A file, at an absolute path, whose text becomes documents; one that was named itself, not found, must be right."""
 
     path: Path
     id: str
@@ -161,9 +149,8 @@ class PrecomputeActor:
         delivery = Delivery(read=replace(read, documents=()), node=self._node)
         try:
             if read.documents:
-                delivery = replace(
-                    delivery, batch=replace(self._encode(read.documents), chunks={})
-                )  # they stand in `embedded` too
+                encoded = replace(self._encode(read.documents), chunks={})  # they stand in `embedded` too
+                delivery = replace(delivery, batch=encoded)
         except CacheBlendError as error:
             delivery = replace(delivery, error=str(error))
         return {"delivery": pickle.dumps(delivery)}

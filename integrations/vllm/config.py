@@ -26,9 +26,10 @@ from cacheblend.store import StoreConfig
 
 # Options that the environment may have instead, as it may for the other commands: vLLM logs the ones that it is given.
 VARIABLES = ("remote", "remote_secret", "remote_secret_file")
-REMOTE = (*VARIABLES, "remote_timeout_s", "remote_ttl_s", "remote_queue_bytes")
-BUDGETS = ("ram_budget_bytes", "nvme_budget_bytes")
-OF_ENGINE = ("store_dir", "recompute_ratio", *BUDGETS, "instruction", "context_filler", "chunk_tokens", *REMOTE)
+OF_ENGINE = (
+    *("store_dir", "recompute_ratio", "ram_budget_bytes", "nvme_budget_bytes", "instruction", "context_filler"),
+    *("chunk_tokens", *VARIABLES, "remote_timeout_s", "remote_ttl_s", "remote_queue_bytes"),
+)
 OPTIONS = (*OF_ENGINE, "codec", "separator")
 # What prompts begin with (a system message) has so large a part of the RAM budget, one over this.
 PREFIX_PART = 8
@@ -98,9 +99,8 @@ class ConnectorConfig:
         tokenizer = load_tokenizer(model.tokenizer or model.model)
         if tokenizer is None:
             raise UnsupportedModelError(f"{model.tokenizer!r} has no tokenizer, which chunks' context is made with")
-        folder = (
-            Path(model.model) if Path(model.model).is_dir() else Path(snapshot_download(model.model, local_files_only=True))
-        )
+        is_local = Path(model.model).is_dir()
+        folder = Path(model.model if is_local else snapshot_download(model.model, local_files_only=True))
         try:
             with torch.device("meta"):
                 named: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, **NO_CODE), dtype=model.dtype)
@@ -109,14 +109,8 @@ class ConnectorConfig:
         fingerprint = fingerprint_directory(folder, named, model.dtype)
         if model.quantization is not None:
             fingerprint = hashlib.sha256(f"{fingerprint}:vllm:{model.quantization}".encode()).hexdigest()
-        prefix = tuple(PromptRenderer(tokenizer, self.engine.instruction).prefix)
+        engine, prefix = self.engine, tuple(PromptRenderer(tokenizer, self.engine.instruction).prefix)
         positions = getattr(named.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        context = read_context(
-            tokenizer,
-            positions,
-            str(folder),
-            self.engine.context_filler,
-            self.engine.context_document_tokens,
-            len(prefix),
-        )
-        return ChunkNaming(prefix, context, fingerprint, self.engine.kv_cache_dtype)
+        filler, tokens = engine.context_filler, engine.context_document_tokens
+        context = read_context(tokenizer, positions, str(folder), filler, tokens, len(prefix))
+        return ChunkNaming(prefix, context, fingerprint, engine.kv_cache_dtype)

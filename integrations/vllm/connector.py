@@ -43,8 +43,7 @@ from .worker import BlendWorker, Pages, PageSink, Report
 logger = logging.getLogger(__name__)
 CHECKED_TOKENS = 96  # of the prompt that is compared at start-up
 # Of the log probability of the token that vLLM's own prefill finds likeliest, and of the next ones.
-ALLOWED = {torch.float32: 2e-3}
-ALLOWED_16_BITS = 0.25
+ALLOWED, ALLOWED_16_BITS = {torch.float32: 2e-3}, 0.25
 LOGPROBS = 5
 
 

@@ -68,20 +68,17 @@ class CpuAttention:
     def attend(self, layer: int, q_1QSD: torch.Tensor, k_1HND: torch.Tensor, v_1HND: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Attention output (1, S, Q, D) of the rows, whose own keys and values are among the layer's."""
         attention, positions = self._attentions[layer], int(rows.positions_S[-1]) + 1
-        cache = self._reserve(attention.kv_cache, positions)
+        own = attention.kv_cache
+        pages = -(-positions // own.shape[2])
+        if len(self._pages) < pages:  # like the layer's own: (pages, H, positions, 2 D)
+            self._pages = torch.zeros((pages, *own.shape[1:]), dtype=own.dtype)
+        cache = self._pages
         k_THD, v_THD = (x_1HND[0, :, :positions].transpose(0, 1) for x_1HND in (k_1HND, v_1HND))
         attention.impl.do_kv_cache_update(attention, k_THD, v_THD, cache, torch.arange(positions))
         q_SQD = q_1QSD[0].transpose(0, 1).contiguous()
         out_SQD = torch.empty_like(q_SQD)
         attention.impl.forward(attention, q_SQD, q_SQD, q_SQD, cache, self._batch(attention.layer_name, rows), out_SQD)
         return out_SQD[None]
-
-    def _reserve(self, own: torch.Tensor, positions: int) -> torch.Tensor:
-        """Pages for so many positions, like the layer's own: (pages, H, positions, 2 D)."""
-        pages = -(-positions // own.shape[2])
-        if len(self._pages) < pages:
-            self._pages = torch.zeros((pages, *own.shape[1:]), dtype=own.dtype)
-        return self._pages
 
     def _batch(self, layer_name: str, rows: Rows) -> Any:
         """The metadata of the rows as a batch; made once for the layers that run the same rows."""

@@ -160,9 +160,8 @@ class BlendScheduler:
         if not isinstance(params, Mapping) or PARAMS_KEY not in params:
             return
         try:
-            reason = _reason_to_refuse(request) or self._take(
-                request, Marks.read(params[PARAMS_KEY], request.num_prompt_tokens)
-            )
+            reason = _reason_to_refuse(request)
+            reason = reason or self._take(request, Marks.read(params[PARAMS_KEY], request.num_prompt_tokens))
         except InputError as error:
             logger.warning("request %s is computed exactly: %s", request.request_id, error)
             reason = f"marks: {error}"

@@ -205,12 +205,8 @@ class BlendWorker:
             stored, source = self._find(prompt, held)
             prefix = yield from self._prefix_segment(prompt.prefix)
             # 2. Plan: more is recomputed where that hides beside loading; what full recompute gives as soon is left to vLLM.
-            policy = BlendPolicy(
-                ratio=None if job.is_least else job.ratio,
-                quality_ratio=job.ratio,
-                layers=geometry.layers,
-                controller=self._controller,
-            )
+            ratio = None if job.is_least else job.ratio
+            policy = BlendPolicy(ratio=ratio, quality_ratio=job.ratio, layers=geometry.layers, controller=self._controller)
             plan = plan_blend(prompt, Found(prefix, stored), policy)
             if plan.full_recompute:
                 if plan.predicted is not None and self._controller is not None:
@@ -219,10 +215,8 @@ class BlendWorker:
                 return {"blended": False, "reason": "slow_loading"}  # the stored KV would come no sooner than it is computed
             # 3. Blend it, each finished layer straight into the pages.
             segments = [Segment(segment.token_ids, segment.kv, segment.exact) for segment in plan.segments]
-            config, sink = (
-                FusionConfig(recompute_ratio=plan.ratio),
-                PageSink(self._pages, job.block_ids, job.start, len(prompt)),
-            )
+            config = FusionConfig(recompute_ratio=plan.ratio)
+            sink = PageSink(self._pages, job.block_ids, job.start, len(prompt))
             steps = held.enter_context(closing(self._fusor.fuse_steps(segments, config, source, sink)))
             for layer in steps:
                 yield _rows(layer, len(prompt))
@@ -316,9 +310,7 @@ class BlendWorker:
         stored = left = 0
         computed = self._fusor.precompute_documents([(chunks, new)], self._naming.prefix_ids, self._naming.context)
         for index in new:
-            has_room, is_stored = self._put(
-                keys[index], next(computed)
-            )  # a view of what its pass gave, which nothing else holds
+            has_room, is_stored = self._put(keys[index], next(computed))  # a view, whose pass nothing else holds
             left, stored = left + (not has_room), stored + is_stored
         del computed
         return_freed_memory()  # of the passes, which no request needs

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
-import uvicorn
+from api import listening
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
@@ -51,18 +48,8 @@ def peer(answer: Answer) -> Iterator[str]:
     async def complete() -> Response:
         return answer(next(count))
 
-    with closing(socket.socket()) as listener:
-        listener.bind(("127.0.0.1", 0))
-        process = uvicorn.Server(uvicorn.Config(app, log_config=None, ws="none", lifespan="off"))
-        thread = threading.Thread(target=process.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            while not process.started:
-                time.sleep(0.001)
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            process.should_exit = True
-            thread.join()
+    with listening(app) as address:
+        yield address
 
 
 def refuse(status: int) -> Response:

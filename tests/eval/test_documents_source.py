@@ -20,8 +20,6 @@ from cacheblend.eval.run.folder import EvalConfig, RunFolder
 from cacheblend.eval.run.report import report
 from cacheblend.eval.run.runner import evaluate
 
-NEARNESS = ("first_token_kl_nats", "gold_nll_nats", "gold_nll_over_full_nats", "equal_greedy_tokens", "compute_share")
-
 
 @pytest.mark.parametrize(
     ("line", "says"),
@@ -117,7 +115,7 @@ class CountingEmbedder(FakeEmbedder):
 
     def __init__(self, name: str = "fake", dimensions: int = 64) -> None:
         super().__init__(name, dimensions)
-        self.texts: list[str] = []
+        self.texts = list[str]()
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
         self.texts += texts

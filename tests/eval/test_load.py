@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from api import listening
 from example_files import case, write
 from fakes import FakeEmbedder
 from peers import REQUEST, USAGE, peer, piece, refuse, sse
@@ -23,9 +23,6 @@ from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.server import Server
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "service"))
-from api import listening
 
 
 def asked(address: str, *due_s: float) -> list[Sample]:

@@ -27,11 +27,13 @@ MODEL = "tiny"
 
 
 @contextmanager
-def listening(server: Server, on_loop: Callable[[], Coroutine[Any, Any, None]] | None = None) -> Iterator[str]:
-    """The address at which a server listens; `on_loop` runs beside it on its event loop."""
+def listening(server: Any, on_loop: Callable[[], Coroutine[Any, Any, None]] | None = None) -> Iterator[str]:
+    """The address at which a `Server` or another ASGI application listens; `on_loop` runs beside it on its event loop."""
+    plain = {"log_config": None, "ws": "none", "lifespan": "off"}
+    config = uvicorn_config(server) if isinstance(server, Server) else uvicorn.Config(server, **plain)
     with contextlib.closing(socket.socket(proto=socket.IPPROTO_TCP)) as listener:  # as the command's
         listener.bind(("127.0.0.1", 0))
-        process = uvicorn.Server(uvicorn_config(server))
+        process = uvicorn.Server(config)
 
         async def serve() -> None:
             beside = None if on_loop is None else asyncio.create_task(on_loop())

@@ -5,12 +5,8 @@ itself is not needed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import shlex
-import socket
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import uvicorn
+from api import listening
 from make_random_model import CHAT_TEMPLATE, ModelShape, python_help, train_tokenizer
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -94,9 +90,7 @@ def test_the_last_messages_separators_part_its_chunks(marker: PromptMarker, toke
     assert "Be brief." in tokenizer.decode(ids)
     assert (params["cacheblend"]["ratio"], params["other"]) == (0.3, 1)
 
-
-def test_a_texts_separators(marker: PromptMarker, tokenizer: Any) -> None:
-    """A completion's prompt is sent on as token ids."""
+    # A completion's prompt is sent on as token ids.
     marked = marker.mark(COMPLETIONS, {"prompt": "Begin <!chunk!>One text.<!chunk!>Another.<!chunk!> and so", "max_tokens": 2})
     assert marked is not None
     assert chunk_texts(tokenizer, marked, marked["prompt"]) == ["One text.\n\n", "Another.\n\n"]
@@ -267,17 +261,8 @@ def url(routes: BlendRoutes) -> Iterator[str]:
 
     app = Starlette(middleware=[Middleware(BaseHTTPMiddleware, dispatch=check_key)])
     routes.attach_router(app)
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        process = uvicorn.Server(uvicorn.Config(app, log_config=None, ws="none", lifespan="off"))
-        thread = threading.Thread(target=process.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            while not process.started:
-                time.sleep(0.001)
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            process.should_exit = True
-            thread.join()
+    with listening(app) as address:
+        yield address
 
 
 @pytest.fixture
