@@ -71,11 +71,7 @@ class CacheBlendChatGenerator:
         generation_kwargs: dict[str, Any] | None = None,
         streaming_callback: StreamingCallbackT | None = None,
     ) -> dict[str, list[ChatMessage]]:
-        """Answer.
-
-        Raises:
-            ValueError: the callback is a coroutine.
-        """
+        """Answer; raises ValueError if the callback is a coroutine."""
         callback = select_streaming_callback(self._callback, streaming_callback, requires_async=False)
         options = {**self._options, **(generation_kwargs or {})}
         pieces, meta = list[str](), dict[str, Any]()

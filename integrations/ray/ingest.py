@@ -63,13 +63,8 @@ def ingest_on_ray(
     Documents come into the index a batch at a time, each batch all at once, when the KV of its chunks is durable. If it
     ends early, the same call goes on from there.
 
-    Args:
-        sources: see `list_files`.
-        config: of the engine that is to use the KV.
-        settings: the cluster, and its part for this.
-        report: receives files and documents that could not be used.
-        progress: follows the ingest, a batch at a time.
-        embedder: in place of the one that the config names; must be picklable.
+    `report` receives files and documents that could not be used, `progress` follows the ingest, a batch at a time; an
+    `embedder` in place of the one that the config names must be picklable.
 
     Raises:
         InputError: a source cannot be used, or there is no document at all.

@@ -72,11 +72,7 @@ class Delivery:
 
 
 def list_files(sources: Sequence[str], skipped: dict[str, str]) -> list[SourceFile]:
-    """The files of sources, without the hidden and the ignored.
-
-    Args:
-        sources: files, folders and patterns.
-        skipped: receives the files that are left out, and why.
+    """The files of files, folders and patterns, without the hidden and the ignored; `skipped` receives those, and why.
 
     Raises:
         InputError: a source does not exist, holds nothing, or cannot be read in another process.
@@ -122,10 +118,7 @@ def _documents(files: Sequence[SourceFile], converter: FileConverter, report: So
 class PrecomputeActor:
     """Encodes batches of documents, and stores the KV of their chunks; all of a batch is durable before it is delivered.
 
-    Args:
-        config: of the engine that is to use the KV.
-        versions: of the documents that the index holds already, by id; a reference in a list, which is not resolved on the way.
-        embedder: in place of the one that the config names.
+    `versions` are of the documents that the index holds, by id: a reference in a list, which is not resolved on the way.
     """
 
     def __init__(self, config: EngineConfig, versions: list[ray.ObjectRef[dict[str, str]]], embedder: Embedder | None) -> None:

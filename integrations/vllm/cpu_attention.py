@@ -35,12 +35,7 @@ ALLOWED_16_BITS = 5e-2
 class CpuAttention:
     """vLLM's CPU attention over one layer of a prompt at a time, in pages of its own.
 
-    Args:
-        attentions: in the order of the layers.
-        builders: of a batch's metadata, by the layer's name.
-
-    Attributes:
-        is_faster: than `attend` with scattered rows, here.
+    Attentions are in the order of the layers, `builders` make a batch's metadata, by the layer's name.
     """
 
     def __init__(self, attentions: list[Any], builders: Mapping[str, Any]) -> None:
@@ -48,7 +43,7 @@ class CpuAttention:
         self._pages = torch.empty(0)
         self._rows: Rows | None = None
         self._metadata: dict[int, Any] = {}
-        self.is_faster = False
+        self.is_faster = False  # than `attend` with scattered rows, here
 
     @classmethod
     def of(cls, worker: Any, attentions: list[Any]) -> CpuAttention | None:
@@ -139,5 +134,4 @@ class CpuRowsPass(RowsPass):
         self._kernel, self._layer = kernel, layer
 
     def attend(self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any) -> torch.Tensor:
-        """The rows' attention against the layer."""
         return self._kernel.attend(self._layer, q, k, v, self._rows)

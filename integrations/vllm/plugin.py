@@ -61,6 +61,6 @@ def _connector() -> Any | None:
 
 
 def _precompute(_worker: Any, chunks: Sequence[Sequence[int]], which: Sequence[int], cache_salt: str | None) -> list[int]:
-    """A worker's method for vLLM's `collective_rpc`: see `CacheBlendConnector.precompute`; nothing without the connector."""
+    """See `CacheBlendConnector.precompute`; nothing without the connector."""
     connector = _connector()
     return [0, 0] if connector is None else list(connector.precompute(chunks, which, cache_salt))

@@ -40,13 +40,7 @@ Chunk = tuple[int, ...]
 
 
 class PromptMarker:
-    """Lays out a request's prompt from its documents or separators.
-
-    Args:
-        tokenizer: the model's.
-        config: instruction, separator, size of chunks.
-        max_positions: of the model.
-    """
+    """Lays out a request's prompt from its documents or separators, within the model's positions."""
 
     def __init__(self, tokenizer: Any, config: ConnectorConfig, max_positions: int | None) -> None:
         self._separator = config.separator
@@ -147,17 +141,13 @@ class RunningEngine:
 
 
 class BlendRoutes:
-    """vLLM's endpoint plugin; see `vllm.plugins.endpoint_plugins.interface`.
-
-    Attributes:
-        engine: None where vLLM runs without the connector.
-    """
+    """vLLM's endpoint plugin; see `vllm.plugins.endpoint_plugins.interface`."""
 
     name = "cacheblend"
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
-        self.engine: RunningEngine | None = None
+        self.engine: RunningEngine | None = None  # None where vLLM runs without the connector
 
     def attach_router(self, app: Any) -> None:
         """Add the middleware and the documents' route."""
@@ -177,11 +167,7 @@ class BlendRoutes:
         self.engine = RunningEngine(marker, naming, positions, engine_client.collective_rpc)
 
     async def mark(self, path: str, body: bytes) -> bytes:
-        """A request's body with token ids and marks, or as it was.
-
-        Raises:
-            InputError: see `PromptMarker.mark`.
-        """
+        """A request's body with token ids and marks, or as it was; raises what `PromptMarker.mark` does."""
         if self.engine is None:
             return body
         try:

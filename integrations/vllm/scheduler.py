@@ -129,12 +129,8 @@ class _Marked:
 class BlendScheduler:
     """Decides on arrival and at scheduling, and keeps what the answers tell.
 
-    Args:
-        naming: names chunks' KV.
-        stored: whether the KV of each key is stored; reads none.
-        ratio: where a request does not say.
-        block_size: tokens of a block hash.
-        prefix_tokens: of the longest prefix whose KV the workers hold.
+    `stored` looks keys up and reads no KV; `ratio` is for requests that name none, `block_size` the tokens of a block hash,
+    `prefix_tokens` those of the longest prefix whose KV the workers hold.
     """
 
     def __init__(
@@ -220,8 +216,8 @@ class BlendScheduler:
 
     def take_jobs(self) -> tuple[list[BlendJob], list[PromptChunk]]:
         """Work that the workers must begin, once each."""
-        jobs, self._jobs = self._jobs, []
-        missed, self._missed = self._missed, []
+        jobs, missed = self._jobs, self._missed
+        self._jobs, self._missed = [], []
         self._waiting_misses += len(missed)
         return jobs, missed
 

@@ -84,10 +84,6 @@ class BlendWorker:
     layer, and have read all KV by then, so that none waits for another in the middle.
 
     Args:
-        fusor: over vLLM's model.
-        naming: names chunks' KV.
-        store: where it is.
-        pages: where blended KV goes.
         ranks: this process among those that hold the model.
         prefix_tokens: how many tokens' KV is held of what prompts begin with.
         controller: picks the ratio of requests that name none; None for their least one. Ranks ask none: they have read all KV

@@ -122,9 +122,8 @@ def test_contexts(fusor: Fusor, request_: Request, source: FileSource, embedder:
             assert kv is not None
             assert (kv.token_ids, kv.prefix_ids) == (chunk, prefix)
             assert_same_kv(kv, replace(fusor.precompute(chunk, [*prefix, *between]), prefix_ids=prefix))
-        assert len(set(expected.values())) >= (
-            5 if earlier else 4
-        )  # the neighbour may be what stands before it in its document
+        # The neighbour may be what stands before it in its document.
+        assert len(set(expected.values())) >= (5 if earlier else 4)
     methods = make_methods(plan_methods(["full_reuse"], [0.3], CONTEXTS), fusor)
     logits = {}
     for label, method in methods.items():

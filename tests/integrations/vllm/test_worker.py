@@ -30,8 +30,7 @@ CHUNKS = [PROMPT[start:stop] for start, stop in SPANS]
 class Ranks:
     """One of several processes that hold the model, which has read all heads; the others say what it says.
 
-    Attributes:
-        together: numbers of what was asked of all: flags agreed upon, and -1 for a layer.
+    `together` has the numbers of what was asked of all: flags agreed upon, and -1 for a layer.
     """
 
     rank = 0
@@ -59,13 +58,7 @@ class WrittenPages(dict[int, torch.Tensor]):
 
 
 class Machine:
-    """A worker with a store of its own, on a remote tier.
-
-    Args:
-        folder: of its store.
-        remote: URL; None for none.
-        ranks, prefix_tokens: see `BlendWorker`.
-    """
+    """A worker with a store of its own, on a remote tier."""
 
     def __init__(self, folder: Path, remote: str | None = None, ranks: int = 1, prefix_tokens: int = 0) -> None:
         fusor = Fusor(tiny_model("llama"))
