@@ -76,13 +76,8 @@ class VllmRunner:
 
     One thread at a time, the worker's own, within vLLM's forward context.
 
-    Args:
-        model: the loaded model, whose `model.layers` it runs.
-        settings: vLLM's configuration of it.
-        device: where it is.
-
-    Attributes:
-        cpu_attention: vLLM's own kernel, for the attention of rows that it supports; None for `attend`.
+    `settings` are vLLM's configuration of the model, whose `model.layers` it runs; `cpu_attention` is vLLM's own kernel, for
+    the attention of rows that it supports, None for `attend`.
 
     Raises:
         UnsupportedModelError: its layers are not of the shape that can be run on chosen rows; the message names what is not.
