@@ -30,11 +30,7 @@ class CacheBlendRetriever:
     r"""Finds the engine's chunks nearest a question, as Haystack documents.
 
     In a prompt template, put each document's `content` in as it is and two line breaks after it:
-    `{% for document in documents %}{{ document.content }}\n\n{% endfor %}`.
-
-    Args:
-        engine: open; its documents are ingested.
-        top_k: chunks to find, or as many as there are.
+    `{% for document in documents %}{{ document.content }}\n\n{% endfor %}`. It finds `top_k` chunks, or as many as there are.
     """
 
     def __init__(self, engine: Engine, top_k: int = 6) -> None:
@@ -51,7 +47,6 @@ class CacheBlendChatGenerator:
     """Answers a chat, as `ChatPromptBuilder` makes it.
 
     Args:
-        engine: open.
         generation_kwargs: options of every call, those of `integrations/chat.py`.
         streaming_callback: called with each piece; no coroutine, since an asynchronous pipeline runs this in a thread.
     """

@@ -45,15 +45,11 @@ class CacheBlendRetriever(BaseRetriever):
     """Finds the engine's chunks nearest a question, as LangChain documents.
 
     `ChatCacheBlend` over the same engine answers over them from their stored KV: it finds `page_content` in its messages.
-
-    Args:
-        engine: open; its documents are ingested.
-        num_chunks: to find, or as many as there are.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
     engine: SkipValidation[Engine]
-    num_chunks: int = 6
+    num_chunks: int = 6  # or as many as there are
 
     def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
         return [
@@ -74,10 +70,7 @@ class ChatCacheBlend(BaseChatModel):
     retriever, or mappings with `title` and `text`. They stand before the last message.
 
     The fields but for `engine` are options of a call too, `model.bind(max_tokens=5)`; so are `stop`, `top_k`, `min_p`, `seed`,
-    `presence_penalty`, `frequency_penalty`, `repetition_penalty` and `response_format`.
-
-    Args:
-        engine: open; for the others see `RequestOptions`.
+    `presence_penalty`, `frequency_penalty`, `repetition_penalty` and `response_format`; see `RequestOptions`.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)

@@ -46,12 +46,7 @@ ROLES = {
 
 
 class CacheBlendRetriever(BaseRetriever):
-    """Finds the engine's chunks nearest a question, as nodes whose text is the chunk's, and nothing else for the model.
-
-    Args:
-        engine: open; its documents are ingested.
-        similarity_top_k: chunks to find, or as many as there are.
-    """
+    """Finds the engine's chunks nearest a question, as nodes whose text is the chunk's, and nothing else for the model."""
 
     def __init__(self, engine: Engine, similarity_top_k: int = 6, **options: Any) -> None:
         super().__init__(**options)
@@ -78,11 +73,8 @@ class CacheBlendRetriever(BaseRetriever):
 class CacheBlendLLM(CustomLLM):
     """Answers prompts and chats over the stored KV of the chunks that they hold; see `ChatCacheBlend` of LangChain.
 
-    Options of a call are those of `integrations/chat.py`. A prompt is a chat of one message. The event
+    Options of a call are those of `integrations/chat.py`, see `RequestOptions`. A prompt is a chat of one message. The event
     loop goes on during the asynchronous calls.
-
-    Args:
-        engine: open; for the others see `RequestOptions`.
     """
 
     engine: Any = Field(exclude=True)  # an Engine

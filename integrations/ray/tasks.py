@@ -56,19 +56,12 @@ class ReadBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """Outcome of a batch.
+    """Outcome of a batch: documents whose KV is durable, in the remote tier if there is one."""
 
-    Args:
-        read: what was read, without the documents.
-        batch: documents whose KV is durable, in the remote tier if there is one; None for no documents, or an error.
-        error: why the batch could not be done.
-        node: of the cluster, where the KV is.
-    """
-
-    read: ReadBatch
-    batch: EncodedBatch | None = None
-    error: str = ""
-    node: str
+    read: ReadBatch  # without the documents
+    batch: EncodedBatch | None = None  # None for no documents, or an error
+    error: str = ""  # why the batch could not be done
+    node: str  # of the cluster, where the KV is
 
 
 def list_files(sources: Sequence[str], skipped: dict[str, str]) -> list[SourceFile]:

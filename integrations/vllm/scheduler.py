@@ -98,23 +98,14 @@ def _is_span(span: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class BlendJob:
-    """A prompt that a worker is to blend.
-
-    Args:
-        request_id: vLLM's.
-        prompt: all but its last token's KV is handed over; vLLM runs that one itself.
-        ratio: recompute ratio.
-        is_least: whether the loading controller may take more; not where the request names its ratio.
-        block_ids: the prompt's pages.
-        start: first position whose KV is handed over; what stands before it is in vLLM's prefix cache.
-    """
+    """A prompt that a worker is to blend, at a recompute ratio, under vLLM's id."""
 
     request_id: str
-    prompt: PromptTokens
+    prompt: PromptTokens  # all but its last token's KV is handed over; vLLM runs that one itself
     ratio: float
-    is_least: bool
-    block_ids: tuple[int, ...] = ()
-    start: int = 0
+    is_least: bool  # whether the loading controller may take more; not where the request names its ratio
+    block_ids: tuple[int, ...] = ()  # the prompt's pages
+    start: int = 0  # first position whose KV is handed over; what stands before it is in vLLM's prefix cache
 
 
 @dataclass(slots=True)

@@ -21,27 +21,6 @@ from cacheblend.eval.run.report import report
 from cacheblend.eval.run.runner import evaluate
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ('{"question": ', "not JSON"),
-        ('["Who?"]', "not a question"),
-        ('{"answers": ["she"]}', '"question"'),
-        ('{"question": " "}', '"question"'),
-        ('{"question": "Who?", "answers": "she"}', '"answers"'),
-        ('{"question": "Who?", "answers": [""]}', '"answers"'),
-        ('{"question": "Who?", "id": 7}', '"id"'),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path: Path, line: str, says: str) -> None:
-    """A line that is no question is named by file and line, with what is wrong."""
-    path = tmp_path / "asked.jsonl"
-    path.write_text('{"question": "Where?"}\n\n' + line + "\n")
-    with pytest.raises(InputError, match=r"asked\.jsonl, line 3") as error:
-        list(read_questions(path))
-    assert says in str(error.value)
-
-
 def test_files_of_questions(tmp_path: Path) -> None:
     """Lines of text are questions, JSON lines may have answers and an id; other files are refused."""
     (tmp_path / "a.txt").write_text("Who?\n\n  Where?  \n")

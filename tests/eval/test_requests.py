@@ -29,6 +29,7 @@ from cacheblend.eval.data import (
     make_request,
     read_examples,
 )
+from cacheblend.eval.data.documents_source import read_questions
 from cacheblend.eval.data.source import EXAMPLES, SHORT_ANSWER, prompt_renderer
 from cacheblend.service.engine.prompt import PromptTokens
 
@@ -37,24 +38,31 @@ EXAMPLE = Example("1", "Who?", ("she",), (Passage("", "text"),), Task.QA)
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("read", "line", "says"),
     [
-        ('{"id": ', "not JSON"),
-        ("[1]", "not an example"),
-        (json.dumps(case(1, answers=[])), '"answers"'),
-        (json.dumps(case(1, passages=[])), '"passages"'),
-        (json.dumps(case(1, passages=[{"title": "t"}])), "passage"),
-        (json.dumps(case(1, task="poem")), "'poem'"),
-        (json.dumps(case(1, question=" ")), '"question"'),
-        (json.dumps(case(1, id="")), '"id"'),
+        (read_examples, '{"id": ', "not JSON"),
+        (read_examples, "[1]", "not an example"),
+        (read_examples, json.dumps(case(1, answers=[])), '"answers"'),
+        (read_examples, json.dumps(case(1, passages=[])), '"passages"'),
+        (read_examples, json.dumps(case(1, passages=[{"title": "t"}])), "passage"),
+        (read_examples, json.dumps(case(1, task="poem")), "'poem'"),
+        (read_examples, json.dumps(case(1, question=" ")), '"question"'),
+        (read_examples, json.dumps(case(1, id="")), '"id"'),
+        (read_questions, '{"question": ', "not JSON"),
+        (read_questions, '["Who?"]', "not a question"),
+        (read_questions, '{"answers": ["she"]}', '"question"'),
+        (read_questions, '{"question": " "}', '"question"'),
+        (read_questions, '{"question": "Who?", "answers": "she"}', '"answers"'),
+        (read_questions, '{"question": "Who?", "answers": [""]}', '"answers"'),
+        (read_questions, '{"question": "Who?", "id": 7}', '"id"'),
     ],
 )
-def test_a_broken_line_is_named(tmp_path: Path, line: str, says: str) -> None:
-    """A line that is no example is named by file and line, with what is wrong."""
+def test_a_broken_line_is_named(tmp_path: Path, read: Any, line: str, says: str) -> None:
+    """A line that is no example, or no question, is named by file and line, with what is wrong."""
     path = tmp_path / "some.jsonl"
     path.write_text(json.dumps(case(0)) + "\n" + line + "\n")
     with pytest.raises(InputError, match=r"some\.jsonl, line 2") as error:
-        list(read_examples(path))
+        list(read(path))
     assert says in str(error.value)
 
 
