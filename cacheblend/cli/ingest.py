@@ -67,9 +67,7 @@ def ingest(
     those that cannot be used are listed at the end, and the exit code is 1. Hidden and ignored files are left out.
 
     Examples:
-        cacheblend ingest handbook/ --model ./model
-
-        cacheblend ingest "papers/**/*.pdf" notes.docx --model ./model
+        cacheblend ingest handbook/ "papers/**/*.pdf" notes.docx --model ./model
 
         cacheblend ingest https://example.org/handbook.html --model ./model
 
