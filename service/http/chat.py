@@ -204,7 +204,7 @@ class Generation:
                 self._looked = time.monotonic()
                 if await self._request.is_disconnected():
                     raise ClientGoneError("the client has left")
-                if time.perf_counter() > self._served[0].asked.arrived + deadline_s + LATE_S:
+                if self._events.empty() and time.perf_counter() > self._served[0].asked.arrived + deadline_s + LATE_S:
                     raise DeadlineError(f"no answer within deadline_s={deadline_s:g}; ask for less, or later")
             try:
                 async with asyncio.timeout(LOOK_FOR_CLIENT_S):
