@@ -77,7 +77,7 @@ def _hidden_parts(model: PreTrainedModel, config: Any) -> str:
     if config.is_encoder_decoder:
         return "it is an encoder-decoder, and only decoders are supported"
     if config is not model.config:
-        return "it is a multimodal wrapper; load its text model alone"
+        return "it is a multimodal wrapper; load its text model"
     states = sorted(_kinds_of_state(model))
     if any("LinearAttention" in kind for kind in states):
         return (

@@ -246,7 +246,7 @@ def _agree(config: EngineConfig, geometry: KVGeometry, tokens: int | None, *, ye
 def _summary(report: IngestReport) -> str:
     speed = f", {report.tokens / report.seconds:,.0f} tokens/s" if report.computed else ""
     documents = counted(report.documents, "document")
-    if report.added + report.replaced + report.unchanged:  # which vLLM, that knows chunks alone, does not say
+    if report.added + report.replaced + report.unchanged:  # vLLM knows only chunks, and does not say
         documents += f" ({report.added} new, {report.replaced} replaced, {report.unchanged} unchanged)"
     computed = f"KV of {report.computed} computed, {report.already_stored} stored before"
     return f"{documents}, {counted(report.chunks, 'chunk')}: {computed} ({report.seconds:.1f} s{speed})"

@@ -142,6 +142,6 @@ def api_key(as_json: options.Json = False) -> None:
     """
     key = new_key()
     digest = hash_key(key)
-    advice = "Give the key to the tenant, and put the hash in [tenants.NAME]; the key is kept nowhere."
+    advice = "Give the key to the tenant, and put the hash in [tenants.NAME]; the key is stored nowhere."
     shown = f"key             {key}\napi_key_sha256  {digest}\n{advice}"
     terminal.print_result({"key": key, "api_key_sha256": digest}, shown, as_json)

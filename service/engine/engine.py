@@ -22,13 +22,14 @@ from cacheblend.store import KVStore
 
 from .background_precompute import BackgroundPrecompute
 from .chunk_context import ChunkContexts, ChunkEncoder
+from .chunk_texts import ChunkTexts
 from .config import SETTINGS_FILE, EngineConfig, check_max_tokens, load_fusor, remember_settings
 from .decoding import Piece
 from .documents import Documents
 from .ingest import BATCH_DOCUMENTS, DocumentEncoder, IngestReport, ingest, ingest_stream
 from .prefill import Prefiller, PrefillSteps, PrefixCache
 from .profiles import calibrated, find_calibration, find_controller
-from .prompt import ChunkTexts, PromptChunk, PromptRenderer, check_characters
+from .prompt import PromptChunk, PromptRenderer, check_characters
 from .request import Answer, Done, Foreground, Request, RequestOptions, namespace_of
 
 logger = logging.getLogger(__name__)
