@@ -94,10 +94,11 @@ def ingest(
         if not watch:  # which ends by a signal and in no other way
             raise
         return
-    terminal.print_result({**report.as_dict(), **stream.report.as_dict()}, _summary(report), as_json)
-    if stream.report.faults and not watch:  # whose faults were printed when they came
-        terminal.note(f"{counted(len(stream.report.faults), 'file')} could not be used:")
-        _print_faults(stream.report.faults)
+    faults, skipped = stream.report.faults, stream.report.skipped
+    terminal.print_result({**report.as_dict(), "faults": faults, "skipped": skipped}, _summary(report), as_json)
+    if faults and not watch:  # whose faults were printed when they came
+        terminal.note(f"{counted(len(faults), 'file')} could not be used:")
+        _print_faults(faults)
         raise typer.Exit(1)
 
 

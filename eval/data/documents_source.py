@@ -6,13 +6,15 @@ import itertools
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from cacheblend.base.errors import ConfigError, InputError
-from cacheblend.retriever import Chunk, Embedder, Retriever, RetrieverConfig, SentenceTransformerEmbedder
-from cacheblend.service.engine.document_sources import parse_json, read_documents
+from cacheblend.retriever import Chunk, Document, Embedder, Retriever, RetrieverConfig, SentenceTransformerEmbedder
+from cacheblend.service.engine.document_sources import SourceReport, file_documents, parse_json, source_files
+from cacheblend.service.engine.file_converter import FileConverter
 
 from .caching_embedder import CachingEmbedder
 from .request import Example, Request, Task, arrange, make_request
@@ -54,7 +56,7 @@ class DocumentsSource:
     """Questions over the files of a folder, as the service would answer them: chunks searched in one corpus, all cached.
 
     Args:
-        documents: a folder or file, see `read_documents`.
+        documents: a folder, a file or a pattern, see `DocumentStream`.
         questions: a .jsonl file, a line `QUESTION_SCHEMA`, or a .txt file, a line a question; None makes them from the
             documents, see `chunk_questions`.
         cases: how many questions, from the file's start; None for all.
@@ -120,7 +122,7 @@ class DocumentsSource:
         renderer = prompt_renderer(tokenizer, self.wording)
         config = RetrieverConfig(chunk_tokens=self.preset.chunk_tokens)
         with Retriever(config, tokenizer, embedder or CachingEmbedder(SentenceTransformerEmbedder())) as retriever:
-            retriever.add(read_documents(self.documents, leave_out=file), on_corpus)
+            retriever.add(self._read(file), on_corpus)
             if not retriever.chunk_count:
                 raise InputError(f"{self.documents} holds no document; give a folder with texts")
             examples = given if file is not None else chunk_questions(retriever.chunks(), self.cases)
@@ -138,6 +140,15 @@ class DocumentsSource:
                     documents=[_earlier(chunk, retriever.chunks(chunk.document_id)) for chunk in found],
                 )
                 yield arrange(request, self.preset.order, tokenizer.decode)
+
+    def _read(self, questions: Path | None) -> Iterator[Document]:
+        """The documents; the first file that cannot be used ends the reading, but files that are no text are skipped."""
+        report = SourceReport(strict=True)
+        with closing(FileConverter()) as converter:
+            for file, id_ in source_files(self.documents, report.skipped):
+                if questions is None or file.resolve() != questions.resolve():
+                    with report.noting(str(file), is_found=Path(self.documents) != file):
+                        yield from file_documents(file, id_, converter)
 
 
 def _earlier(chunk: Chunk, document: Sequence[Chunk]) -> list[tuple[int, ...]]:

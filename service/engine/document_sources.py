@@ -9,8 +9,8 @@ import mimetypes
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from io import BufferedIOBase
 from pathlib import Path
@@ -58,10 +58,6 @@ class SourceReport:
     on_file: Callable[[Path], None] = lambda _: None
     _versions: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {"faults": self.faults, "skipped": self.skipped}
-
     @contextmanager
     def noting(self, name: str, *, is_found: bool = True) -> Iterator[None]:
         """Enter an error of a file; a file without text is skipped if it was found in a folder or by a pattern."""
@@ -76,9 +72,9 @@ class SourceReport:
             else:
                 self.faults[name] = why
 
-    def distinct(self, source: str, documents: Iterable[Mapping[str, Any]]) -> Iterator[Document]:
+    def distinct(self, source: str, documents: Iterable[Document]) -> Iterator[Document]:
         """The documents of a source; of two with one id and different texts, the later one is a fault."""
-        for document in map(Document.of, documents):
+        for document in documents:
             if self.strict or self._versions.setdefault(document.id, document.version) == document.version:
                 yield document
             else:
@@ -109,9 +105,15 @@ class StreamSize:
 
 
 class DocumentStream:
-    """Documents of files, folders, URLs or standard input; memory holds one at a time.
+    """Documents of files, of files below folders or of patterns, of URLs, or of JSON lines of standard input ("-").
 
-    Of several files, those that cannot be used are reported, and the others are read. A single file must be right.
+    Memory holds one at a time. A line is a document `{"id", "title", "text"}`. A text file is one document, named after the
+    file. Every page of a PDF, slide and sheet is one of its own, with an id such as `report.pdf#page=3`, so that an answer can
+    cite it; short ones are joined, `report.pdf#page=3-4`. Of a folder, hidden files, what `.gitignore` and `.cacheblendignore`
+    name, files that are no text, and symbolic links out of it are no documents.
+
+    Of several files, those that cannot be used are reported, and the others are read. A single one must be right: it raises
+    what `file_documents` does.
 
     Attributes:
         characters: of the texts that were given so far.
@@ -150,50 +152,28 @@ class DocumentStream:
 
     def _documents(self) -> Iterator[Document]:
         for source in self._sources:
-            read = self._page(source) if _is_url(source) else read_documents(source, None, self.report, self._converter)
-            yield from self.report.distinct(source, read)
+            yield from self.report.distinct(source, self._read(source))
 
-    def _page(self, url: str) -> Iterator[dict[str, Any]]:
-        with self.report.noting(url, is_found=False):
-            path, title = self._web.fetch(url)
-            yield from file_documents(path, url.partition("#")[0], self._converter, title=title, where=url)
+    def _read(self, source: str) -> Iterator[Document]:
+        if source == STANDARD_INPUT:
+            with self.report.noting(source, is_found=False):
+                yield from _line_documents(_read_lines(sys.stdin.buffer, "standard input"))
+        elif _is_url(source):
+            with self.report.noting(source, is_found=False):
+                path, title = self._web.fetch(source)
+                yield from file_documents(path, source.partition("#")[0], self._converter, title=title, where=source)
+        else:
+            for file, id_ in source_files(source, self.report.skipped):
+                with self.report.noting(str(file), is_found=Path(source) != file):
+                    self.report.on_file(file)
+                    yield from file_documents(file, id_, self._converter)
 
 
 def _is_url(source: str) -> bool:
     return source.partition("://")[0].lower() in SCHEMES and "://" in source
 
 
-def read_documents(
-    path: str, leave_out: Path | None = None, report: SourceReport | None = None, converter: FileConverter | None = None
-) -> Iterator[dict[str, Any]]:
-    """Documents of a file, of the files below a folder or of a pattern, or of standard input ("-") as JSON lines.
-
-    A line is a document `{"id", "title", "text"}`. A text file is one document, named after the file. Every page of a PDF,
-    slide and sheet is one of its own, with an id such as `report.pdf#page=3`, so that an answer can cite it; short ones are
-    joined, `report.pdf#page=3-4`. Of a folder, hidden files, what `.gitignore` and `.cacheblendignore` name, files that are no
-    text, and `leave_out` are no documents. A symbolic link out of the folder is left out.
-
-    `report` collects the files that cannot be used; without it the first one ends the reading.
-
-    Raises:
-        InputError: no such file, an unknown kind, or a line or file that is no document, named by file and line.
-        MissingExtraError: a file needs the extra `documents`.
-    """
-    report = report or SourceReport(strict=True)
-    if path == STANDARD_INPUT:
-        with report.noting(path, is_found=False):
-            yield from _line_documents(_read_lines(sys.stdin.buffer, "standard input"))
-        return
-    files = source_files(path, report.skipped, leave_out)
-    with ExitStack() as opened:
-        converter = converter or opened.enter_context(FileConverter())
-        for file, id_ in files:
-            with report.noting(str(file), is_found=Path(path) != file):
-                report.on_file(file)
-                yield from file_documents(file, id_, converter)
-
-
-def source_files(path: str, skipped: dict[str, str], leave_out: Path | None = None) -> list[tuple[Path, str]]:
+def source_files(path: str, skipped: dict[str, str]) -> list[tuple[Path, str]]:
     """The files of a file, a folder or a pattern, each with the id of its document; InputError if there are none.
 
     `skipped` collects the files that are left out, and why.
@@ -209,7 +189,6 @@ def source_files(path: str, skipped: dict[str, str], leave_out: Path | None = No
         files = _without_links_out(found, root, skipped)
     else:
         raise InputError(f"{path} does not exist; give a file, a folder, a pattern, or - for standard input")
-    files = [file for file in files if leave_out is None or file.resolve() != leave_out.resolve()]
     if not files:
         raise InputError(f"{path} holds no file that can be read; give one with text")
     return [(file, file.relative_to(root).as_posix()) for file in files]
@@ -276,14 +255,16 @@ def file_documents(
     where: str | None = None,
     check: Callable[[], None] = lambda: None,
     max_bytes: int | None = None,
-) -> Iterator[dict[str, Any]]:
-    """The documents of a file.
+) -> Iterator[Document]:
+    """The documents of a file; see `DocumentStream`.
 
     Parts of it have their place appended to `id_`; `where` names it in messages, in place of its path. `check` is called once a
     line, and again and again during a conversion; what it raises ends the reading. `max_bytes`: see `read_json_lines`.
 
     Raises:
-        InputError, MissingExtraError, OSError: see `read_documents`. NoTextError: a file of an unknown kind is no text.
+        InputError: a line or a file is no document, named by file and line. NoTextError: a file of an unknown kind is no text.
+        MissingExtraError: the file needs the extra `documents`.
+        OSError: it cannot be read.
     """
     name, where, title = path.name.lower(), where or str(path), title or path.stem
     if name.endswith(JSONL_SUFFIXES):
@@ -293,17 +274,20 @@ def file_documents(
         for part in converter.convert(path, check):
             place = f"#{part.place}" if part.place else ""
             of_part = f"{title}, {part.place.replace('=', ' ')}" if place else title
-            yield _checked({"id": id_ + place, "title": of_part, "text": part.text}, where)
+            yield _document({"id": id_ + place, "title": of_part, "text": part.text}, where)
         return
     try:
         text = _read_text(path, where)
     except InputError as error:
         raise (error if name.endswith(TEXT_SUFFIXES) else NoTextError(str(error))) from None
-    yield _checked({"id": id_, "title": title, "text": text}, where)
+    yield _document({"id": id_, "title": title, "text": text}, where)
 
 
 def _read_text(path: Path, where: str) -> str:
-    """The text of a text file; raises InputError if it is of another kind, too long, binary or empty."""
+    """The text of a file in UTF-8, in UTF-16 or 32 with a mark, or in an encoding that is detected.
+
+    Raises InputError if it is of another kind, too long, binary or empty.
+    """
     kind = (mimetypes.guess_type(path.name.lower())[0] or "").partition("/")[0]
     if kind in ("image", "audio", "video", "font"):
         raise InputError(f"{where}: {kind}; describe it in a text file")
@@ -311,14 +295,6 @@ def _read_text(path: Path, where: str) -> str:
         raw = file.read(MAX_TEXT_BYTES + 1)  # a device or a file that grows has no end
     if len(raw) > MAX_TEXT_BYTES:
         raise _too_long(where)
-    text = _text(raw, where)
-    if not text.strip():
-        raise InputError(f"{where}: empty; write something into it, or leave it out")
-    return text
-
-
-def _text(raw: bytes, where: str) -> str:
-    """The text of bytes in UTF-8, UTF-16 or 32 with a mark, or an encoding that is detected; InputError if they are none."""
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -333,6 +309,8 @@ def _text(raw: bytes, where: str) -> str:
         text = raw.decode(encoding, errors="replace") if encoding else "\0"
     if "\0" in text:
         raise InputError(f"{where}: binary, or text in no known encoding; save it as UTF-8")
+    if not text.strip():
+        raise InputError(f"{where}: empty; write something into it, or leave it out")
     return text
 
 
@@ -418,22 +396,20 @@ def parse_json(text: str, where: str) -> Any:
         raise InputError(f"{where}: JSON that cannot be read ({error}); write such a number as text") from None
 
 
-def _line_documents(lines: Iterator[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
-    for where, document in lines:
-        if not isinstance(document, dict) or not isinstance(document.get("text"), str):
+def _line_documents(lines: Iterator[tuple[str, Any]]) -> Iterator[Document]:
+    for where, value in lines:
+        if not isinstance(value, dict) or not isinstance(value.get("text"), str):
             raise InputError(f'{where}: not a document {{"id", "title", "text"}}; give each line a text')
-        yield _checked(document, where)
+        yield _document(value, where)
 
 
-def _checked(document: dict[str, Any], where: str) -> dict[str, Any]:
-    """Check a document, and drop the fields that no document has: their values would stay in memory until it is ingested."""
-    if len(document["text"]) > MAX_TEXT_BYTES:
+def _document(raw: dict[str, Any], where: str) -> Document:
+    if len(raw["text"]) > MAX_TEXT_BYTES:
         raise _too_long(where)
     try:
-        Document.of(document)
+        return Document.of(raw)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
-    return {name: document[name] for name in ("id", "title", "text") if name in document}
 
 
 def _too_long(where: str) -> InputError:

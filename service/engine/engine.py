@@ -26,7 +26,7 @@ from .chunk_texts import ChunkTexts
 from .config import SETTINGS_FILE, EngineConfig, check_max_tokens, load_fusor, remember_settings
 from .decoding import Piece
 from .documents import Documents
-from .ingest import BATCH_DOCUMENTS, DocumentEncoder, IngestReport, ingest, ingest_stream
+from .ingest import BATCH_DOCUMENTS, DocumentEncoder, IngestReport, ingest_stream
 from .prefill import Prefiller, PrefillSteps, PrefixCache
 from .profiles import calibrated, find_calibration, find_controller
 from .prompt import PromptChunk, PromptRenderer, check_characters
@@ -101,7 +101,7 @@ class Engine:
         """Picks the ratio where a question does not; None, and so r*, until there is a profile of this model and device."""
         return self._prefiller.controller
 
-    def ingest(self, documents: Iterable[Mapping[str, object]], progress: Progress | None = None) -> IngestReport:
+    def ingest(self, documents: Iterable[Document | Mapping[str, object]], progress: Progress | None = None) -> IngestReport:
         """Split, index and precompute documents; returns when their KV is durable. What is stored already is skipped.
 
         The documents come, and take the place of known ones, all at once at the end. After an error, or a kill, nothing of them
@@ -117,7 +117,9 @@ class Engine:
             DocumentChangedError: one of the documents was deleted or replaced meanwhile.
         """
         self._check_open()
-        return ingest(self._documents, documents, progress or Progress())
+        if not (batch := [Document.of(document) for document in documents]):
+            raise InputError("no documents to ingest; give at least one")
+        return self._documents.add(batch, progress or Progress(), must_stay=True)
 
     def ingest_stream(
         self,

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from cacheblend.base.errors import InputError, MissingExtraError
 
@@ -62,7 +62,7 @@ class TextPart:
 
 
 class FileConverter:
-    """Converts files one after the other; a context manager, whose process begins with the first file."""
+    """Converts files one after the other, in a process that begins with the first one and that `close` ends."""
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
@@ -145,12 +145,6 @@ class FileConverter:
             with suppress(BrokenPipeError):
                 self._process.communicate()
             self._process = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def join_short_parts(parts: Sequence[TextPart]) -> list[TextPart]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 
@@ -86,7 +86,7 @@ class FolderWatch:
         unknown = [name for name, why in left_out.items() if why == UNLISTED]
         lost = [name for name in self._files.keys() - found.keys() if _is_in(name, folders) and not _is_in(name, unknown)]
         gone = {name: self._files.pop(name) for name in lost}
-        with FileConverter() as converter:
+        with closing(FileConverter()) as converter:
             for name, (file, folder) in found.items():
                 with notes.noting(name):
                     self._follow_file(file, file.relative_to(folder).as_posix(), converter, report)
@@ -112,7 +112,7 @@ class FolderWatch:
         documents = list[Document]()
         try:
             with suppress(NoTextError):
-                documents = [Document.of(one) for one in file_documents(file, id_, converter)]
+                documents += file_documents(file, id_, converter)
         except InputError as error:
             self._files[name] = replace(last, seen=seen, fault=str(error))
             raise

@@ -209,14 +209,6 @@ class DocumentEncoder:
             )
 
 
-def ingest(documents: Documents, given: Iterable[Mapping[str, object]], progress: Progress) -> IngestReport:
-    """Ingest documents all at once; see `Engine.ingest`."""
-    batch = [Document.of(document) for document in given]
-    if not batch:
-        raise InputError("no documents to ingest; give at least one")
-    return documents.add(batch, progress, must_stay=True)
-
-
 def ingest_stream(
     documents: Documents,
     given: Iterable[Document | Mapping[str, object]],

@@ -7,7 +7,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -21,6 +21,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from cacheblend.base.errors import InputError, MissingExtraError, StoreFullError
 from cacheblend.base.threads import Check, Progress
+from cacheblend.retriever import Document
 from cacheblend.retriever.document import NO_ID
 from cacheblend.service.engine.document_sources import JSONL_SUFFIXES, file_documents
 from cacheblend.service.engine.documents import DocumentStatus, shown_chunk
@@ -186,7 +187,7 @@ async def _ingest_file(request: Request) -> dict[str, Any]:
         documents = _read_file(server, id_, name, raw, progress.check)
         report = engine.ingest(documents, progress)
         if not name.lower().endswith(JSONL_SUFFIXES):
-            read = {document["id"] for document in documents}
+            read = {document.id for document in documents}
             for part in engine.retriever.ids(id_):  # pages of a longer file that had this id before
                 if part.partition("#")[0] == id_ and part not in read:
                     engine.documents.delete(part)
@@ -230,7 +231,7 @@ async def _read_form(request: Request) -> tuple[str, str, bytes]:
         await form.close()
 
 
-def _read_file(server: Server, id_: str, name: str, raw: bytes, check: Check) -> list[dict[str, Any]]:
+def _read_file(server: Server, id_: str, name: str, raw: bytes, check: Check) -> list[Document]:
     """The documents of a file, read as `cacheblend ingest` reads it; `check` ends the reading if nobody waits for it."""
     checked_at = time.monotonic()
 
@@ -240,15 +241,15 @@ def _read_file(server: Server, id_: str, name: str, raw: bytes, check: Check) ->
             check()
             checked_at = time.monotonic()
 
-    max_documents, documents, characters = server.http.max_documents, list[dict[str, Any]](), 0
-    with _written(server.uploads_folder, name, raw) as path, FileConverter() as converter:
+    max_documents, documents, characters = server.http.max_documents, list[Document](), 0
+    with _written(server.uploads_folder, name, raw) as path, closing(FileConverter()) as converter:
         try:
             title = PurePosixPath(name).stem
             for document in file_documents(
                 path, id_, converter, title=title, where=name, check=check_in_time, max_bytes=MAX_UNPACKED_BYTES
             ):
                 documents.append(document)
-                characters += len(document["text"])
+                characters += len(document.text)
                 if len(documents) > max_documents or characters > MAX_CHARACTERS:
                     why = f"more than {max_documents} documents or {MAX_CHARACTERS} characters; split it"
                     raise refused("file", why, status=413, code="too_many_documents")

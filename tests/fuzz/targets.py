@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 from cacheblend.base.errors import CacheBlendError, InputError, UnsupportedModelError
 from cacheblend.blend import Fusor
 from cacheblend.blend.gguf_file import read_header
-from cacheblend.retriever import Document, Retriever, RetrieverConfig
+from cacheblend.retriever import Retriever, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.engine.document_sources import read_documents
+from cacheblend.service.engine.document_sources import DocumentStream
 from cacheblend.service.engine.grammar import GrammarCompiler
 from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.server import Server
@@ -103,8 +103,8 @@ def json_lines() -> Iterator[Check]:
             path = folder / name
             path.write_bytes(altered(data, packed) if data.draw(st.booleans()) else packed)
             try:
-                for document in read_documents(str(path)):
-                    assert Document.of(document).text.strip()
+                for document in DocumentStream([str(path)]):
+                    assert document.text.strip()
             except InputError as error:
                 _check_names(error, name)
 

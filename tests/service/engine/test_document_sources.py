@@ -21,9 +21,9 @@ from engines import OpenEngine
 from fakes import tiny_tokenizer
 
 from cacheblend.base.errors import InputError
-from cacheblend.retriever import PlainTokenizer
-from cacheblend.service.engine import document_sources, file_converter
-from cacheblend.service.engine.document_sources import DocumentStream, SourceReport, read_documents
+from cacheblend.retriever import Document, PlainTokenizer
+from cacheblend.service.engine import file_converter
+from cacheblend.service.engine.document_sources import MAX_LINE_BYTES, MAX_TEXT_BYTES, DocumentStream, SourceReport
 from cacheblend.service.engine.file_converter import FileConverter, TextPart, join_short_parts
 
 LINE = json.dumps({"id": "one", "text": "some text"})
@@ -100,6 +100,16 @@ def xlsx(path: Path, sheets: dict[str, str]) -> None:
     book.save(path)
 
 
+def read(*sources: object) -> tuple[list[Document], SourceReport]:
+    """The documents of sources, and the report of what gave none."""
+    with closing(DocumentStream(list(map(str, sources)))) as stream:
+        return list(stream), stream.report
+
+
+def ids(*sources: object) -> list[str]:
+    return [document.id for document in read(*sources)[0]]
+
+
 @pytest.fixture
 def office(tmp_path: Path) -> Path:
     """A folder with one file of each kind."""
@@ -121,7 +131,7 @@ def office(tmp_path: Path) -> Path:
 
 def test_every_kind_is_read_with_its_place(office: Path) -> None:
     """The words of each file come out; a PDF's pages, slides and sheets are documents that can be cited."""
-    found = {document["id"]: document["text"] for document in read_documents(str(office))}
+    found = {document.id: document.text for document in read(office)[0]}
     words = {
         "report.pdf#page=1": "The lighthouse is red",
         "report.pdf#page=2": "The keeper is Ada",
@@ -154,8 +164,8 @@ def test_every_kind_is_read_with_its_place(office: Path) -> None:
 def test_encodings_are_detected(tmp_path: Path, encoding: str, text: str) -> None:
     """A text file need not be UTF-8."""
     (tmp_path / "some.txt").write_bytes(text.encode(encoding))
-    (document,) = read_documents(str(tmp_path / "some.txt"))
-    assert document["text"] == text
+    [document], _ = read(tmp_path / "some.txt")
+    assert document.text == text
 
 
 def test_hidden_and_ignored_files(tmp_path: Path) -> None:
@@ -173,12 +183,12 @@ def test_hidden_and_ignored_files(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name)
     (tmp_path / ".gitignore").write_text("build/\n*.log\n")
     (tmp_path / "sub" / ".cacheblendignore").write_text("!keep.log\n*.tmp.txt\n")
-    report = SourceReport()
-    assert [one["id"] for one in read_documents(str(tmp_path), report=report)] == ["a.txt", "sub/keep.log"]
+    found, report = read(tmp_path)
+    assert [one.id for one in found] == ["a.txt", "sub/keep.log"]
     said = {Path(name).relative_to(tmp_path).as_posix(): why for name, why in report.skipped.items()}
     hidden = {".hidden.txt", ".git", ".gitignore", "sub/.cacheblendignore"}
     assert said == dict.fromkeys(hidden, "hidden") | dict.fromkeys(("build", "sub/drop.log", "sub/deep/x.tmp.txt"), "ignored")
-    assert [one["id"] for one in read_documents(str(tmp_path / "sub" / "**" / "*.log"))] == ["drop.log", "keep.log"]
+    assert ids(tmp_path / "sub" / "**" / "*.log") == ["drop.log", "keep.log"]
 
 
 BROKEN = {  # files that cannot be used, of each sort
@@ -236,7 +246,7 @@ def test_bombs_and_long_files_are_refused(tmp_path: Path) -> None:
         for _ in range(33):
             member.write(bytes(2**24))
     (tmp_path / "fine.docx").write_bytes(docx("some words"))
-    with FileConverter() as converter:
+    with closing(FileConverter()) as converter:
         with pytest.raises(InputError, match="unpacks to more than 512 MiB"):
             converter.convert(path)
         assert "some words" in converter.convert(tmp_path / "fine.docx")[0].text
@@ -246,11 +256,11 @@ def test_bombs_and_long_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="its reader ended"):
             converter.convert(tmp_path / "late.docx")
         assert "other words" in converter.convert(tmp_path / "late.docx")[0].text
-    with FileConverter(timeout_s=0.001) as converter, pytest.raises(InputError, match=r"not read within 0\.001 s"):
+    with closing(FileConverter(timeout_s=0.001)) as converter, pytest.raises(InputError, match=r"not read within 0\.001 s"):
         converter.convert(tmp_path / "fine.docx")
     with path.open("r+b") as file:
         file.truncate(file_converter.MAX_FILE_BYTES + 1)
-    with FileConverter() as converter, pytest.raises(InputError, match="larger than 256 MiB"):
+    with closing(FileConverter()) as converter, pytest.raises(InputError, match="larger than 256 MiB"):
         converter.convert(path)
 
 
@@ -260,7 +270,7 @@ def test_a_file_that_needs_much_memory_is_refused(tmp_path: Path) -> None:
     book.active["XFD1048576"] = "x"
     book.save(tmp_path / "bomb.xlsx")
     (tmp_path / "fine.docx").write_bytes(docx("some words"))
-    with FileConverter(timeout_s=600) as converter:
+    with closing(FileConverter(timeout_s=600)) as converter:
         with pytest.raises(InputError, match="needs more memory than a file may have"):
             converter.convert(tmp_path / "bomb.xlsx")
         assert "some words" in converter.convert(tmp_path / "fine.docx")[0].text
@@ -275,7 +285,7 @@ def test_a_conversion_that_nobody_waits_for_ends(tmp_path: Path) -> None:
     def gone() -> None:
         raise LookupError
 
-    with FileConverter() as converter:
+    with closing(FileConverter()) as converter:
         with file_converter.CONVERTING, pytest.raises(LookupError):
             converter.convert(tmp_path / "first.docx", gone)
         converter.convert(tmp_path / "first.docx")
@@ -315,7 +325,7 @@ def test_encrypted_pdfs(tmp_path: Path) -> None:
         writer = pypdf.PdfWriter(clone_from=tmp_path / "plain.pdf")
         writer.encrypt(user, "the owner's", algorithm="AES-256")
         writer.write(tmp_path / f"{name}.pdf")
-    with FileConverter() as converter:
+    with closing(FileConverter()) as converter:
         assert [part.text for part in converter.convert(tmp_path / "open.pdf")] == ["what the statement says"]
         with pytest.raises(InputError, match=r"locked\.pdf: locked with a password; save it without one$"):
             converter.convert(tmp_path / "locked.pdf")
@@ -372,40 +382,46 @@ def test_links_out_of_a_folder_are_not_followed(tmp_path: Path) -> None:
     (folder / "loop.txt").symlink_to("loop.txt")
     (tmp_path / "named").symlink_to(folder)
     for given in (folder, tmp_path / "named"):
-        report = SourceReport()
-        assert [one["id"] for one in read_documents(str(given), report=report)] == ["again.txt", "own.txt"]
+        found, report = read(given)
+        assert [one.id for one in found] == ["again.txt", "own.txt"]
         out = [Path(name).name for name, why in report.skipped.items() if why == "a link out of the folder"]
         assert out == ["cases.jsonl", "key.txt"]
 
 
 @pytest.mark.parametrize(
-    ("raw", "place", "says"),
+    ("raw", "says"),
     [
-        (LINE.encode() + b"\n" + b"[" * 100_000, "line 2", "nested too deeply"),
-        (b'{"text": "x", "n": ' + b"9" * 5000 + b"}", "line 1", "write such a number as text"),
-        (LINE.encode() + b"\n\ncaf\xe9\n", "line 3", r"not UTF-8 \(byte 0xe9 at 4\); save it as UTF-8"),
-        (LINE.encode("utf-16"), "line 1", "save it as UTF-8"),
-        (LINE.encode() + b'\n{"text": " "}', "line 2", "empty text"),
-        (LINE.encode() + b'\n{"text": "x", "id": 7}', "line 2", "id must be text"),
-        (b'{"title": "y"}', "line 1", "not a document"),
-        (b'{"text": "\\ud800"}', "line 1", "is not Unicode"),
+        (LINE.encode() + b"\n" + b"[" * 100_000, "line 2: .*nested too deeply"),
+        (b'{"text": "x", "n": ' + b"9" * 5000 + b"}", "line 1: .*write such a number as text"),
+        (LINE.encode() + b"\n\ncaf\xe9\n", r"line 3: not UTF-8 \(byte 0xe9 at 4\); save it as UTF-8"),
+        (LINE.encode("utf-16"), "line 1: .*save it as UTF-8"),
+        (LINE.encode() + b'\n{"text": " "}', "line 2: .*empty text"),
+        (LINE.encode() + b'\n{"text": "x", "id": 7}', "line 2: .*id must be text"),
+        (b'{"title": "y"}', "line 1: not a document"),
+        (b'{"text": "\\ud800"}', "line 1: .*is not Unicode"),
     ],
 )
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
-def test_a_fault_has_its_place_and_remedy(tmp_path: Path, raw: bytes, place: str, says: str, suffix: str) -> None:
+def test_a_fault_has_its_place_and_remedy(tmp_path: Path, raw: bytes, says: str, suffix: str) -> None:
     """Whatever is wrong in JSON lines is an `InputError` with file, line and what to do, gzipped or not."""
-    path = tmp_path / f"some{suffix}"
-    path.write_bytes(gzip.compress(raw) if suffix.endswith("gz") else raw)
-    with pytest.raises(InputError, match=rf"some{suffix}, {place}: .*{says}"):
-        list(read_documents(str(path)))
+    (tmp_path / f"some{suffix}").write_bytes(gzip.compress(raw) if suffix.endswith("gz") else raw)
+    with pytest.raises(InputError, match=rf"some{suffix}, {says}"):
+        read(tmp_path / f"some{suffix}")
 
 
-@pytest.mark.parametrize("raw", [gzip.compress(LINE.encode() * 9)[:-9], LINE.encode()], ids=["cut", "no gzip"])
-def test_a_damaged_gzip(tmp_path: Path, raw: bytes) -> None:
-    """A gzip file that is not whole is said to be that, not to be of another encoding."""
-    (tmp_path / "some.jsonl.gz").write_bytes(raw)
-    with pytest.raises(InputError, match=r"some\.jsonl\.gz is no whole gzip file"):
-        list(read_documents(str(tmp_path / "some.jsonl.gz")))
+@pytest.mark.parametrize(
+    ("name", "raw", "says"),
+    [
+        ("cut.jsonl.gz", gzip.compress(LINE.encode() * 9)[:-9], "is no whole gzip file"),
+        ("text.jsonl.gz", LINE.encode(), "is no whole gzip file"),
+        ("long.txt", b"x" * MAX_TEXT_BYTES + "é".encode(), "a text of more than 8 MiB; split it into several documents"),
+    ],
+)
+def test_a_faulty_file_is_named(tmp_path: Path, name: str, raw: bytes, says: str) -> None:
+    """A gzip file that is not whole is said to be that; a text is too long also where the limit tears a character."""
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(InputError, match=rf"{name}:? {says}"):
+        read(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["some.txt", "some.jsonl", "some.jsonl.gz"])
@@ -413,18 +429,18 @@ def test_a_byte_order_mark_is_taken(tmp_path: Path, name: str, monkeypatch: pyte
     """As Windows' editors write it; the text begins after it. Standard input too."""
     raw = b"\xef\xbb\xbf" + (LINE.encode() if "json" in name else b"some text")
     (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
-    (document,) = read_documents(str(tmp_path / name))
-    assert document["text"] == "some text"
+    [document], _ = read(tmp_path / name)
+    assert document.text == "some text"
     if name == "some.jsonl":
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
-        assert list(read_documents("-")) == [document]
+        assert read("-")[0] == [document]
 
 
 def refused_in_bytes(path: Path, says: str) -> int:
     """The memory that it takes to refuse a file."""
     tracemalloc.start()
     with pytest.raises(InputError, match=says):
-        list(read_documents(str(path)))
+        read(path)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return peak
@@ -437,23 +453,16 @@ def test_a_gzip_bomb_is_refused_in_little_memory(tmp_path: Path) -> None:
         for _ in range(64):
             file.write(bytes(8 * 2**20))
     says = r"bomb\.jsonl\.gz, line 1: longer than 8 MiB; split"
-    assert refused_in_bytes(path, says) < 4 * document_sources.MAX_LINE_BYTES
+    assert refused_in_bytes(path, says) < 4 * MAX_LINE_BYTES
 
 
 def test_a_line_of_many_values_is_refused_unparsed(tmp_path: Path) -> None:
     """A field that no document has cannot fill the memory: values are counted before a line is parsed."""
     path = tmp_path / "junk.jsonl"
     path.write_text(json.dumps({"id": "a", "text": "b", "junk": [[1], [2]]}))
-    assert list(read_documents(str(path))) == [{"id": "a", "text": "b"}]
+    assert read(path)[0] == [Document("a", "", "b")]
     path.write_text('{"text": "b", "junk": [' + "[]," * 2**20 + "[]]}")
     assert refused_in_bytes(path, r"junk\.jsonl, line 1: more than 200000 values") < 4 * path.stat().st_size
-
-
-def test_long_texts_are_refused(tmp_path: Path) -> None:
-    """A text that one tokeniser run cannot hold is refused by its file, also where the limit tears a character."""
-    (tmp_path / "long.txt").write_bytes(b"x" * document_sources.MAX_TEXT_BYTES + "é".encode())
-    with pytest.raises(InputError, match=r"long\.txt: a text of more than 8 MiB; split it into several documents"):
-        list(read_documents(str(tmp_path / "long.txt")))
 
 
 @pytest.mark.parametrize("lengths", [[30], [1_000_000], [400] * 3000, [100_000, 7, 0, 100_000]])

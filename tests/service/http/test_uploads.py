@@ -20,6 +20,7 @@ from waiting import wait_until
 
 from cacheblend.base.errors import MissingExtraError
 from cacheblend.base.threads import Check
+from cacheblend.retriever import Document
 from cacheblend.service.http import documents, guard
 from cacheblend.service.http.server import Server
 
@@ -106,7 +107,7 @@ def test_a_shorter_file_leaves_no_page_behind(client: httpx.Client, monkeypatch:
     pages = 3
 
     def read(_: Path, id_: str, *__: Any, **___: Any) -> Any:
-        yield from ({"id": f"{id_}#page={page}", "title": "", "text": f"page {page}"} for page in range(1, pages + 1))
+        yield from (Document(f"{id_}#page={page}", "", f"page {page}") for page in range(1, pages + 1))
 
     monkeypatch.setattr(documents, "file_documents", read)
     post(client, "r.pdf", b"x")
