@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 import torch
 
-from .selectors.selector import layer_counts
+from .selectors import Schedule
 
 Tensor = torch.Tensor
 KV = list[tuple[Tensor, Tensor]]  # keys and values (H, T, D) of each layer
 MAX_QUESTION_TOKENS, MAX_START_TOKENS = 64, 256
-SPREAD = {"question": 0.9, "deviation": 0.3}  # relative distance of the first and the last layer's ratio from the mean
+SCHEDULES = {"question": Schedule(0.9, first_layer_multiple=1), "deviation": Schedule(0.3)}
 
 
 @torch.no_grad()
@@ -27,13 +27,14 @@ def precompute(model: Any, prefix_ids: Sequence[int], chunk_ids: Sequence[int]) 
     """A chunk's KV, computed after a prefix: keys before RoPE, so that the chunk can stand anywhere."""
     ids_N = torch.tensor([*prefix_ids, *chunk_ids])
     everywhere_N = torch.arange(len(ids_N))
-    hidden_NM, cos_sin_N = model.model.embed_tokens(ids_N), _cos_sin(model, everywhere_N)
+    hidden_NM = model.model.embed_tokens(ids_N)
     chunk_kv: KV = []
     for layer in model.model.layers:
         q_QND, k_HND, v_HND = _project(layer, hidden_NM)
         chunk_kv.append((k_HND[:, len(prefix_ids) :], v_HND[:, len(prefix_ids) :]))
         causal_NN = everywhere_N <= everywhere_N[:, None]
-        out_NX, _ = _attend(_rotate(q_QND, cos_sin_N), _rotate(k_HND, cos_sin_N), v_HND, causal_NN)
+        q_QND, k_HND = (_rotate(model, x, everywhere_N) for x in (q_QND, k_HND))
+        out_NX, _ = _attend(q_QND, k_HND, v_HND, causal_NN)
         hidden_NM = _finish(layer, hidden_NM, out_NX)
     return chunk_kv
 
@@ -59,61 +60,52 @@ def blend(
     ids_N = torch.tensor([token for ids, _ in segments for token in ids])
     reusable_N = torch.cat([torch.full((len(ids),), kv is not None) for ids, kv in segments])
     everywhere_N, layers = torch.arange(len(ids_N)), model.model.layers
-    cos_sin_N = _cos_sin(model, everywhere_N)
     fresh, reusable = int((~reusable_N).sum()), int(reusable_N.sum())
-    counts = [reusable, *layer_counts(reusable, len(layers), ratio, SPREAD[by], fresh)]
+    counts = SCHEDULES[by].counts(reusable, len(layers), ratio, fresh)
 
     # 1. Lay the stored KV out at the segments' new positions, and rotate its keys there.
-    cache = _lay_out(model, segments, cos_sin_N)
+    cache = _lay_out(model, segments)
 
     # 2. Score the tokens: the question runs over the stored KV, and each layer adds the attention of its last row.
     attention_LN = torch.zeros(len(layers), len(ids_N))
-    rows_S = everywhere_N
     if by == "question" and 0 < ratio < 1:
-        attention_LN = _question_attention(model, ids_N, reusable_N, cos_sin_N, cache)
-    if by == "question":
-        counts[0] = min(counts[1], reusable)
-        rows_S = _choose(rows_S, reusable_N, attention_LN[0], counts[0])
-    elif ratio == 0:
-        rows_S = _choose(rows_S, reusable_N, attention_LN[0], 0)
+        attention_LN = _question_attention(model, ids_N, reusable_N, cache)
+    rows_S = _choose(everywhere_N, reusable_N, attention_LN[0], counts[0])
 
     # 3. Run the chosen tokens through the layers, fewer from layer to layer, against the stored KV of all others.
     hidden_SM, recomputed = model.model.embed_tokens(ids_N[rows_S]), list[Tensor]()
     for layer, module in enumerate(layers):
         k_HND, v_HND = cache[layer]
         q_QSD, k_HSD, v_HSD = _project(module, hidden_SM)
-        k_HSD = _rotate(k_HSD, _at(cos_sin_N, rows_S))
+        q_QSD, k_HSD = (_rotate(model, x, rows_S) for x in (q_QSD, k_HSD))
         score_N = attention_LN[layer]
         if by == "deviation":  # the distance of stored from fresh KV (§4.1)
-            deviation_S = _square(k_HSD - k_HND[:, rows_S]) + _square(v_HSD - v_HND[:, rows_S])
+            deviation_S = torch.cat([k_HSD - k_HND[:, rows_S], v_HSD - v_HND[:, rows_S]], dim=-1).square().sum((0, 2))
             score_N = torch.zeros(len(ids_N)).index_copy(0, rows_S, deviation_S)
         k_HND[:, rows_S], v_HND[:, rows_S] = k_HSD, v_HSD  # fresh KV stays, also that of tokens that go no further
         if layer > 0:
             chosen_S = torch.isin(rows_S, _choose(rows_S, reusable_N, score_N, counts[layer]))
             rows_S, q_QSD, hidden_SM = rows_S[chosen_S], q_QSD[:, chosen_S], hidden_SM[chosen_S]
         visible_SN = everywhere_N <= rows_S[:, None]  # the exact mask: each row's own position, not its row number
-        out_SX, _ = _attend(_rotate(q_QSD, _at(cos_sin_N, rows_S)), k_HND, v_HND, visible_SN)
+        out_SX, _ = _attend(q_QSD, k_HND, v_HND, visible_SN)
         hidden_SM = _finish(module, hidden_SM, out_SX)
         recomputed.append(rows_S)
     return model.lm_head(model.model.norm(hidden_SM[-1])), cache, recomputed
 
 
-def _lay_out(model: Any, segments: Sequence[tuple[Sequence[int], KV | None]], cos_sin_N: tuple[Tensor, Tensor]) -> KV:
+def _lay_out(model: Any, segments: Sequence[tuple[Sequence[int], KV | None]]) -> KV:
     """The prompt's KV, keys rotated: each segment's stored KV at its place, zeros where none is stored."""
-    tokens = sum(len(ids) for ids, _ in segments)
+    everywhere_N = torch.arange(sum(len(ids) for ids, _ in segments))
     cache: KV = []
     for layer, module in enumerate(model.model.layers):
-        k_HND = torch.zeros(model.config.num_key_value_heads, tokens, module.self_attn.head_dim)
-        v_HND, start = torch.zeros_like(k_HND), 0
-        for ids, kv in segments:
-            if kv is not None:
-                k_HND[:, start : start + len(ids)], v_HND[:, start : start + len(ids)] = kv[layer]
-            start += len(ids)
-        cache.append((_rotate(k_HND, cos_sin_N), v_HND))
+        heads, size = model.config.num_key_value_heads, module.self_attn.head_dim
+        parts = [kv[layer] if kv is not None else torch.zeros(2, heads, len(ids), size) for ids, kv in segments]
+        k_HND, v_HND = (torch.cat(same, dim=1) for same in zip(*parts, strict=True))
+        cache.append((_rotate(model, k_HND, everywhere_N), v_HND))
     return cache
 
 
-def _question_attention(model: Any, ids_N: Tensor, reusable_N: Tensor, cos_sin_N: tuple[Tensor, Tensor], cache: KV) -> Tensor:
+def _question_attention(model: Any, ids_N: Tensor, reusable_N: Tensor, cache: KV) -> Tensor:
     """Attention (L, N) of the prompt's last token over the stored KV, summed over each layer and the layers after it.
 
     The last question tokens run, and fresh tokens at the prompt's start: the first one is the attention sink.
@@ -129,8 +121,8 @@ def _question_attention(model: Any, ids_N: Tensor, reusable_N: Tensor, cos_sin_N
     for layer, module in enumerate(model.model.layers[:-1]):
         k_HND, v_HND = (x.clone() for x in cache[layer])
         q_QSD, k_HSD, v_HND[:, rows_S] = _project(module, hidden_SM)
-        k_HND[:, rows_S] = _rotate(k_HSD, _at(cos_sin_N, rows_S))
-        out_SX, weights_QSN = _attend(_rotate(q_QSD, _at(cos_sin_N, rows_S)), k_HND, v_HND, visible_SN)
+        k_HND[:, rows_S] = _rotate(model, k_HSD, rows_S)
+        out_SX, weights_QSN = _attend(_rotate(model, q_QSD, rows_S), k_HND, v_HND, visible_SN)
         if layer > 0:  # layer 0's stored KV is exact
             attention_N = weights_QSN[:, -1].mean(0)
             attention_LN[layer] = attention_N / attention_N[reusable_N].sum()
@@ -173,19 +165,8 @@ def _finish(layer: Any, hidden_SM: Tensor, out_SX: Tensor) -> Tensor:
     return output_SM
 
 
-def _cos_sin(model: Any, positions_S: Tensor) -> tuple[Tensor, Tensor]:
-    cos_1SD, sin_1SD = model.model.rotary_emb(torch.zeros(1), positions_S[None])
-    return cos_1SD[0], sin_1SD[0]
-
-
-def _at(cos_sin_N: tuple[Tensor, Tensor], rows_S: Tensor) -> tuple[Tensor, Tensor]:
-    return cos_sin_N[0][rows_S], cos_sin_N[1][rows_S]
-
-
-def _rotate(x_HSD: Tensor, cos_sin_S: tuple[Tensor, Tensor]) -> Tensor:
+def _rotate(model: Any, x_HSD: Tensor, positions_S: Tensor) -> Tensor:
+    """RoPE: queries or keys rotated to their positions."""
+    cos_1SD, sin_1SD = model.model.rotary_emb(x_HSD, positions_S[None])
     first, second = x_HSD.chunk(2, dim=-1)
-    return x_HSD * cos_sin_S[0] + torch.cat([-second, first], dim=-1) * cos_sin_S[1]
-
-
-def _square(x_HSD: Tensor) -> Tensor:
-    return x_HSD.square().sum((0, 2))
+    return x_HSD * cos_1SD + torch.cat([-second, first], dim=-1) * sin_1SD
