@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Self
 
 import torch
+from torch import Tensor
 
 from .attention import Rows, row_kernel, upload
 from .decoder import CacheSink
@@ -46,7 +47,7 @@ class Fusion:
         self, runner: ModelRunner, prompt: Prompt, selector: Selector, source: LayerSource, sink: LayerSink | None = None
     ) -> None:
         self._runner, self._prompt, self._selector, self._source, self._sink = runner, prompt, selector, source, sink
-        self._deviation: tuple[torch.Tensor, torch.Tensor] | None = None  # the positions measured, and theirs on the device
+        self._deviation: tuple[Tensor, Tensor] | None = None  # the positions measured, and theirs on the device
         self._attention_LN = torch.zeros(1, len(prompt))  # what the question attends to from each layer on; 0: not asked
         self._turns: dict[Hashable, Turn] = {}  # by the kind of rotary embedding
         self._read: dict[int, LayerKV] = {}  # layers that the question pass has read, keys rotated, until they are run
@@ -56,7 +57,7 @@ class Fusion:
         runner, prompt = self._runner, self._prompt
         cache = CacheSink(runner)
         sink = self._sink or cache
-        recomputed, projected, reports = list[torch.Tensor](), list[torch.Tensor](), list[LayerReport]()
+        recomputed, projected, reports = list[Tensor](), list[Tensor](), list[LayerReport]()
 
         positions = torch.arange(prompt.exact_tokens, len(prompt))
         token_ids_N = upload(torch.tensor(prompt.token_ids), runner.geometry.device)
@@ -111,7 +112,7 @@ class Fusion:
             tuple(questions),
         )
 
-    def _deviation_N(self) -> torch.Tensor:
+    def _deviation_N(self) -> Tensor:
         deviation_N = torch.zeros(len(self._prompt))
         if self._deviation is not None:  # not before the end: the host would wait for the layer
             deviation_N[self._deviation[0]] = self._deviation[1].cpu()
@@ -124,7 +125,7 @@ class Fusion:
         return layer_kv, time.perf_counter() - started
 
     def _ask(
-        self, token_ids_N: torch.Tensor, rotary: Mapping[Hashable, CosSin], reports: list[LayerReport]
+        self, token_ids_N: Tensor, rotary: Mapping[Hashable, CosSin], reports: list[LayerReport]
     ) -> Generator[LayerReport, None, None]:
         """Run the question over the stored KV, through all layers but the last, and add up what it attends to."""
         runner, prompt = self._runner, self._prompt
@@ -148,7 +149,7 @@ class Fusion:
             yield reports[-1]
         self._attention_LN = attention_LN.flip(0).cumsum(0).flip(0).cpu()
 
-    def _filter(self, layer: int, layer_kv: LayerKV, cos_sin_N: CosSin) -> tuple[torch.Tensor, bool]:
+    def _filter(self, layer: int, layer_kv: LayerKV, cos_sin_N: CosSin) -> tuple[Tensor, bool]:
         """Narrow the rows to those that this layer recomputes.
 
         Returns the positions whose K and V will be fresh in `layer_kv`, and whether the layer's run must write its own there.
@@ -156,7 +157,7 @@ class Fusion:
         before = self._rows
         projected = False
 
-        def deviation_C() -> torch.Tensor:
+        def deviation_C() -> Tensor:
             nonlocal projected
             projected = True
             return self._compare(layer, layer_kv, cos_sin_N)
@@ -171,13 +172,13 @@ class Fusion:
         self._rows, self._hidden_1SM = chosen, chosen_1SM
         return before.positions_S if projected or refreshes else chosen.positions_S, not projected
 
-    def _part(self, mask_S: torch.Tensor) -> tuple[Rows, torch.Tensor]:
+    def _part(self, mask_S: Tensor) -> tuple[Rows, Tensor]:
         """Some of the rows, and their hidden states."""
         device = self._runner.geometry.device
         rows = Rows.of(self._rows.positions_S[mask_S], device)
         return rows, self._hidden_1SM.index_select(1, upload(mask_S.nonzero()[:, 0], device))
 
-    def _choose(self, layer: int, positions_S: torch.Tensor, deviation_C: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def _choose(self, layer: int, positions_S: Tensor, deviation_C: Callable[[], Tensor]) -> Tensor:
         """Mask (S,) of the rows that stay: all that are not reusable, the selector's choice, and the prompt's last."""
         reusable_S = self._prompt.reusable_N[positions_S]
         candidates_C = positions_S[reusable_S]
@@ -196,14 +197,14 @@ class Fusion:
         keep_S[-1] = True  # the prompt's last position, whose output gives the logits
         return keep_S
 
-    def _project(self, layer: int, layer_kv: LayerKV, cos_sin_N: CosSin, rows: Rows, hidden_1SM: torch.Tensor) -> None:
+    def _project(self, layer: int, layer_kv: LayerKV, cos_sin_N: CosSin, rows: Rows, hidden_1SM: Tensor) -> None:
         """Put fresh K and V of rows into the layer."""
         for at_P, k_1HPD, v_1HPD in self._fresh_kv(layer, cos_sin_N, rows, hidden_1SM):
             layer_kv.put(at_P, k_1HPD, v_1HPD)
 
     def _fresh_kv(
-        self, layer: int, cos_sin_N: CosSin, rows: Rows, hidden_1SM: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        self, layer: int, cos_sin_N: CosSin, rows: Rows, hidden_1SM: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Fresh K, rotated, and V (1, H, P, D) of rows, P at a time, and their positions (P,)."""
         done = 0
         for piece in rows.split(PROJECTED_AT_ONCE):
@@ -212,9 +213,9 @@ class Fusion:
             yield at_P, self._runner.rotate(k_1HPD, (cos_sin_N[0][:, at_P], cos_sin_N[1][:, at_P])), v_1HPD
             done += len(piece)
 
-    def _compare(self, layer: int, layer_kv: LayerKV, cos_sin_N: CosSin) -> torch.Tensor:
+    def _compare(self, layer: int, layer_kv: LayerKV, cos_sin_N: CosSin) -> Tensor:
         """Put fresh K and V of all rows into the layer; returns the candidates' deviation (C,) from what stood there."""
-        deviations: list[torch.Tensor] = []
+        deviations: list[Tensor] = []
         for at_P, k_1HPD, v_1HPD in self._fresh_kv(layer, cos_sin_N, self._rows, self._hidden_1SM):
             stored_k_1HPD, stored_v_1HPD = (x_1HND.index_select(2, at_P) for x_1HND in (layer_kv.k_1HND, layer_kv.v_1HND))
             deviations.append(kv_deviation(k_1HPD, v_1HPD, stored_k_1HPD, stored_v_1HPD))
@@ -234,7 +235,7 @@ class Fusion:
         for start, stop in runs:
             turn(layer_kv.k_1HND[:, :, start:stop], cos_sin_N[0][:, start:stop], cos_sin_N[1][:, start:stop])
 
-    def _rotation(self, layer: int, k_1HND: torch.Tensor, cos_sin_N: CosSin) -> Turn:
+    def _rotation(self, layer: int, k_1HND: Tensor, cos_sin_N: CosSin) -> Turn:
         """The compiled rotation for the layer's kind of rotary embedding, else the model's own."""
         kind = self._runner.layer_types[layer]
         if kind not in self._turns:
@@ -244,7 +245,7 @@ class Fusion:
             self._turns[kind] = compiled or self._own_rotation
         return self._turns[kind]
 
-    def _own_rotation(self, k_1HTD: torch.Tensor, cos_1TX: torch.Tensor, sin_1TX: torch.Tensor) -> None:
+    def _own_rotation(self, k_1HTD: Tensor, cos_1TX: Tensor, sin_1TX: Tensor) -> None:
         k_1HTD.copy_(self._runner.rotate(k_1HTD, (cos_1TX, sin_1TX)))
 
 
@@ -288,18 +289,16 @@ class FusionSteps:
         return self.result
 
 
-def _of_reusable(attention_N: torch.Tensor, reusable_N: torch.Tensor) -> torch.Tensor:
+def _of_reusable(attention_N: Tensor, reusable_N: Tensor) -> Tensor:
     """The attention relative to its sum over the reusable tokens, so that a layer which looks elsewhere counts as much."""
     return attention_N / (attention_N * reusable_N).sum().clamp_min(torch.finfo(torch.float32).tiny)
 
 
-def _no_deviation_at_layer_0() -> torch.Tensor:
+def _no_deviation_at_layer_0() -> Tensor:
     raise RuntimeError("deviation is not known at layer 0: no token has run yet")
 
 
-def kv_deviation(
-    fresh_k_1HCD: torch.Tensor, fresh_v_1HCD: torch.Tensor, stored_k_1HCD: torch.Tensor, stored_v_1HCD: torch.Tensor
-) -> torch.Tensor:
+def kv_deviation(fresh_k_1HCD: Tensor, fresh_v_1HCD: Tensor, stored_k_1HCD: Tensor, stored_v_1HCD: Tensor) -> Tensor:
     """Squared difference of keys plus squared difference of values, a token, summed over H and D: float32 (C,).
 
     Keys are compared rotated to equal positions, with the rope's attention scaling (yarn): the difference that attention sees.

@@ -20,6 +20,7 @@ from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import Tensor
 
 from .attention import Block, Rows, attend, attention_weights, row_kernel, upload
 
@@ -37,12 +38,10 @@ MAX_START_TOKENS = 256
 class LayerPass(Protocol):
     """Keys, values and attention of one pass of rows through one layer; passed down as a keyword argument."""
 
-    def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, k_1HSD: Tensor, v_1HSD: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
         """Stands in for `Cache.update`."""
 
-    def attend(
-        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
-    ) -> torch.Tensor:
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Tensor:
         """Attention output (1, S, Q, D)."""
 
 
@@ -55,14 +54,12 @@ class RowsPass:
     def __init__(self, layer_kv: LayerKV, rows: Rows, window: int | None, *, scatter: bool) -> None:
         self._layer_kv, self._rows, self._window, self._scatter = layer_kv, rows, window, scatter
 
-    def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, k_1HSD: Tensor, v_1HSD: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
         if self._scatter:
             self._layer_kv.put(self._rows.on_device_S, k_1HSD, v_1HSD)
         return self._layer_kv.k_1HND, self._layer_kv.v_1HND
 
-    def attend(
-        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
-    ) -> torch.Tensor:
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Tensor:
         return attend(q, k, v, self._rows, scaling=kw["scaling"], window=self._window, softcap=kw.get("softcap"))
 
 
@@ -79,9 +76,9 @@ class Run:
         """The rows of its tokens."""
         return slice(self.start, self.start + self.sequences * self.tokens)
 
-    def part(self, x_1HND: torch.Tensor) -> torch.Tensor:
+    def part(self, x_1HND: Tensor) -> Tensor:
         """The run's queries, keys or values, (B, H, T, D); a view."""
-        part: torch.Tensor = x_1HND[0, :, self.rows].unflatten(1, (self.sequences, self.tokens)).transpose(0, 1)
+        part: Tensor = x_1HND[0, :, self.rows].unflatten(1, (self.sequences, self.tokens)).transpose(0, 1)
         return part
 
 
@@ -99,10 +96,10 @@ class SharedPrefix:
     """KV of the prefix that every sequence of a pass follows: a pair a layer, keys rotated, (1, H, P, D) on the device."""
 
     tokens: int
-    layers: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    layers: Sequence[tuple[Tensor, Tensor]]
 
 
-def prefix_mask(run: Run, prefix_tokens: int, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def prefix_mask(run: Run, prefix_tokens: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Additive mask (1, 1, T, P + T) of a run's rows: the prefix and a row's own past, within the window."""
     key_K = torch.arange(prefix_tokens + run.tokens, device=device)
     row_T1 = torch.arange(prefix_tokens, prefix_tokens + run.tokens, device=device)[:, None]
@@ -111,7 +108,7 @@ def prefix_mask(run: Run, prefix_tokens: int, window: int | None, dtype: torch.d
     return mask_TK.masked_fill_(hidden_TK, torch.finfo(dtype).min)[None, None]
 
 
-def _hidden(key_K: torch.Tensor, row_S1: torch.Tensor, window: int | None) -> torch.Tensor:
+def _hidden(key_K: Tensor, row_S1: Tensor, window: int | None) -> Tensor:
     """Mask (S, K) of the keys that a row does not see, from the positions of both."""
     hidden_SK = key_K > row_S1
     return hidden_SK if window is None else hidden_SK | (key_K <= row_S1 - window)
@@ -127,25 +124,23 @@ class IsolatedPass:
     `prefix` is the layer's KV of a shared prefix.
     """
 
-    k_1HND: torch.Tensor
-    v_1HND: torch.Tensor
+    k_1HND: Tensor
+    v_1HND: Tensor
 
     def __init__(
         self,
-        rotate: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-        attention: Callable[..., tuple[torch.Tensor, Any]],
+        rotate: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        attention: Callable[..., tuple[Tensor, Any]],
         masks: Sequence[tuple[Run, Any]],
-        prefix: tuple[torch.Tensor, torch.Tensor] | None = None,
+        prefix: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self._rotate, self._attention, self._masks, self._prefix = rotate, attention, masks, prefix
 
-    def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, k_1HSD: Tensor, v_1HSD: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
         self.k_1HND, self.v_1HND = k_1HSD, v_1HSD
         return k_1HSD, v_1HSD
 
-    def attend(
-        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
-    ) -> torch.Tensor:
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Tensor:
         """Rotate, then every run's attention; (1, N, Q, D)."""
         q, k = self._rotate(q, k)
         outputs = []
@@ -160,7 +155,7 @@ class IsolatedPass:
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 
 
-def question_rows(prompt: Prompt) -> torch.Tensor:
+def question_rows(prompt: Prompt) -> Tensor:
     """Sorted positions (S,) of the question pass: the question's tokens after the last reusable one, at least the last token.
 
     Fresh tokens at the prompt's start run too: the attention sink (first token) must be among the rows, or the weights are
@@ -179,7 +174,7 @@ class Question:
     `unread_N` is a boolean mask (N,) of the cache misses, whose KV is not known yet. The rows' own KV is known.
     """
 
-    def __init__(self, rows: Rows, unread_N: torch.Tensor, device: torch.device) -> None:
+    def __init__(self, rows: Rows, unread_N: Tensor, device: torch.device) -> None:
         readable_N = ~unread_N
         readable_N[rows.positions_S] = True
         self.rows = rows
@@ -216,7 +211,7 @@ class QuestionPass:
         self._layer_kv, self._question, self._window = layer_kv, question, window
         self.attention_N = torch.zeros(layer_kv.k_1HND.shape[2], device=layer_kv.k_1HND.device)
 
-    def update(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, k_1HSD: Tensor, v_1HSD: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
         """Put the rows' keys and values into the layer; return the layer's known KV."""
         self._layer_kv.put(self._question.rows.on_device_S, k_1HSD, v_1HSD)
         k_1HND, v_1HND, readable_K = self._layer_kv.k_1HND, self._layer_kv.v_1HND, self._question.readable_K
@@ -224,9 +219,7 @@ class QuestionPass:
             return k_1HND, v_1HND
         return k_1HND.index_select(2, readable_K), v_1HND.index_select(2, readable_K)
 
-    def attend(
-        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
-    ) -> torch.Tensor:
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Tensor:
         """Attention output (1, S, Q, D); sets `attention_N`."""
         kernel, scaling, softcap = row_kernel(q.dtype, q.device, q.shape[-1]), kw["scaling"], kw.get("softcap")
         if kernel is not None and (self._window is None or self._question.readable_K is None):
@@ -245,7 +238,7 @@ class QuestionPass:
         self._add(weights_HXK[:, -groups:].float().mean((0, 1)))  # of the last row; the last block sees all keys
         return torch.cat(outputs, dim=1).transpose(0, 1).flatten(1, 2)[None]
 
-    def _add(self, attention_K: torch.Tensor) -> None:
+    def _add(self, attention_K: Tensor) -> None:
         if self._question.readable_K is None:
             self.attention_N += attention_K
         else:
