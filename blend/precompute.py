@@ -45,9 +45,25 @@ class ChunkContext:
         if self.document_tokens < 0:
             raise ConfigError("document_tokens", self.document_tokens, "0 or more")
 
-    def windows(self, chunks: Sequence[Sequence[int]]) -> list[Window]:
-        """The windows in which a document's chunks are read."""
-        return list(windows([len(chunk) for chunk in chunks], self.document_tokens))
+    def windows(self, chunks: Sequence[Sequence[int]]) -> Iterator[Window]:
+        """The windows in which a document's chunks are read, `document_tokens` at most; every chunk is new in one window.
+
+        Consecutive windows overlap by up to half: the overlap is context, its KV is not stored again. A chunk longer than a
+        window has one to itself.
+        """
+        tokens, limit = [len(chunk) for chunk in chunks], self.document_tokens
+        first = new = 0
+        while new < len(tokens):
+            last = first + 1
+            while last < len(tokens) and sum(tokens[first : last + 1]) <= limit:
+                last += 1
+            if last <= new:
+                first += 1
+                continue
+            yield Window(first, new, last)
+            new = last
+            while first < new and sum(tokens[first:new]) > limit // 2:
+                first += 1
 
     def earlier(self, chunks: Sequence[Sequence[int]]) -> list[tuple[Sequence[int], ...]]:
         """For each chunk of a document, the earlier chunks that its KV is computed after."""
@@ -63,26 +79,6 @@ class Window:
     first: int
     new: int
     last: int
-
-
-def windows(tokens: Sequence[int], limit: int) -> Iterator[Window]:
-    """Windows of at most `limit` tokens over chunks of the given token counts; every chunk is new in one window.
-
-    Consecutive windows overlap by up to half: the overlap is context, its KV is not stored again. A chunk longer than `limit`
-    has a window to itself.
-    """
-    first = new = 0
-    while new < len(tokens):
-        last = first + 1
-        while last < len(tokens) and sum(tokens[first : last + 1]) <= limit:
-            last += 1
-        if last <= new:
-            first += 1
-            continue
-        yield Window(first, new, last)
-        new = last
-        while first < new and sum(tokens[first:new]) > limit // 2:
-            first += 1
 
 
 @dataclass(frozen=True, slots=True)

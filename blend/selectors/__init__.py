@@ -14,21 +14,18 @@ from cacheblend.base.options import option
 from .deviation import TopDeviation
 from .position import ExplicitPositions, FirstTokens, RandomTokens
 from .question_attention import QuestionAttention
-from .selector import Schedule, SelectionStep, Selector, SingleShotSelector
+from .selector import Schedule, SelectionStep, Selector
 
 __all__ = [
     "DEFAULT_RATIO",
     "DEFAULT_SELECTOR",
     "SELECTORS",
     "ExplicitPositions",
-    "FirstTokens",
     "FusionConfig",
     "QuestionAttention",
-    "RandomTokens",
     "Schedule",
     "SelectionStep",
     "Selector",
-    "SingleShotSelector",
     "TopDeviation",
 ]
 

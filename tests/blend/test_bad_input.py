@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from prompts import BOS, chunk, draw_ids
 from tiny_models import tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from cacheblend.base.errors import InputError, PromptTooLongError
 from cacheblend.blend import Fusor, IncompatibleKVError, Segment, UnsupportedModelError
@@ -25,71 +25,59 @@ def fusor() -> Fusor:
     return Fusor(tiny_model("llama"))
 
 
-def test_kv_of_another_text(fusor: Fusor) -> None:
-    """KV of other tokens than the segment's is refused where the segment is made."""
-    with pytest.raises(IncompatibleKVError, match="other tokens"):
-        Segment(draw_ids(5, seed=1), fusor.precompute(draw_ids(5, seed=2)))
+IDS, QUESTION = draw_ids(5, seed=1), Segment([5])
 
 
-def test_kv_of_another_model(fusor: Fusor) -> None:
-    """KV that another model computed is refused, even if its shape fits."""
-    other = Fusor(tiny_model("llama", seed=1))
-    with pytest.raises(IncompatibleKVError, match="precompute it with this model"):
-        fusor.fuse([Segment(BOS), chunk(other, 5, seed=1), Segment([5])])
+def changed(fusor: Fusor, change: Callable[[list[Any]], list[Any]]) -> list[Segment]:
+    """A prompt up to its question, with a chunk of these tokens whose layers were changed, and whose model nobody knows."""
+    return [Segment(BOS), Segment(IDS, ChunkKV(change(list(fusor.precompute(IDS, BOS).layers)), IDS, BOS))]
 
 
-def test_kv_of_another_dtype(fusor: Fusor) -> None:
-    """KV of another dtype is refused."""
-    ids = draw_ids(5, seed=1)
-    half = ChunkKV([(k.half(), v.half()) for k, v in fusor.precompute(ids, BOS).layers], ids, BOS)
-    with pytest.raises(IncompatibleKVError, match="float16"):
-        fusor.fuse([Segment(BOS), Segment(ids, half), Segment([5])])
+def exact(fusor: Fusor, ids: Sequence[int] = (1, 2)) -> Segment:
+    """An exact segment, computed as a prompt's first."""
+    return Segment(ids, fusor.precompute(ids), exact=True)
 
 
-def test_kv_of_another_shape(fusor: Fusor) -> None:
-    """KV with other heads or fewer layers is refused, even if nobody knows its model."""
-    ids = draw_ids(5, seed=1)
-    layers = list(fusor.precompute(ids, BOS).layers)
-    for wrong in (layers[:2], [(k[:1], v[:1]) for k, v in layers]):
-        with pytest.raises(IncompatibleKVError, match="heads, head size, dtype"):
-            fusor.fuse([Segment(BOS), Segment(ids, ChunkKV(wrong, ids, BOS)), Segment([5])])
-
-
-def test_chunks_behind_different_prefixes(fusor: Fusor) -> None:
-    """Chunks of one prompt must have been computed after one prefix."""
-    with pytest.raises(IncompatibleKVError, match="different prefixes"):
-        fusor.fuse([Segment(BOS), chunk(fusor, 5, seed=1), chunk(fusor, 5, seed=2, prefix=(2,)), Segment([5])])
-
-
-def test_exact_kv_behind_other_tokens(fusor: Fusor) -> None:
-    """An exact segment whose KV was computed after other tokens than stand before it is refused."""
-    ids = draw_ids(5, seed=1)
-    segments = [Segment(BOS, fusor.precompute(BOS), exact=True), Segment(ids, fusor.precompute(ids), exact=True), Segment([5])]
-    with pytest.raises(IncompatibleKVError, match="exact segment at position 1"):
-        fusor.fuse(segments)
+@pytest.mark.parametrize(
+    ("segments", "message"),
+    [
+        (lambda fusor: [Segment(IDS, fusor.precompute(draw_ids(5, seed=2)))], "other tokens"),
+        (lambda _: [chunk(Fusor(tiny_model("llama", seed=1)), 5, seed=1)], "precompute it with this model"),
+        (lambda fusor: changed(fusor, lambda layers: [(k.half(), v.half()) for k, v in layers]), "float16"),
+        (lambda fusor: changed(fusor, lambda layers: layers[:2]), "heads, head size, dtype"),
+        (lambda fusor: changed(fusor, lambda layers: [(k[:1], v[:1]) for k, v in layers]), "heads, head size, dtype"),
+        (lambda fusor: [chunk(fusor, 5, seed=1), chunk(fusor, 5, seed=2, prefix=(2,))], "different prefixes"),
+        (lambda fusor: [exact(fusor, BOS), exact(fusor, IDS)], "exact segment at position 1"),
+    ],
+    ids=["text", "model", "dtype", "depth", "heads", "prefix", "exact"],
+)
+def test_kv_of_something_else(fusor: Fusor, segments: Callable[[Fusor], list[Segment]], message: str) -> None:
+    """KV of other tokens, another model, dtype or shape, and after other tokens than stand before it, is refused."""
+    with pytest.raises(IncompatibleKVError, match=message):
+        fusor.fuse([*segments(fusor), QUESTION])
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda fusor, exact: fusor.fuse([Segment([3]), exact, Segment([5])]), InputError, "unbroken run"),
-        (lambda fusor, exact: fusor.fuse([exact]), InputError, "every segment is exact"),
-        (lambda _, exact: Segment(exact.token_ids, exact=True), InputError, "needs its kv"),
-        (lambda fusor, _: fusor.fuse([]), InputError, "at least one"),
-        (lambda fusor, _: fusor.fuse([Segment([])]), InputError, "at least one"),
-        (lambda fusor, _: fusor.prefill([]), InputError, "at least one"),
-        (lambda fusor, _: fusor.precompute([]), InputError, "at least one"),
-        (lambda fusor, _: fusor.fuse([Segment([5, 97])]), InputError, "97"),
-        (lambda fusor, _: fusor.fuse([Segment([5] * 513)]), PromptTooLongError, "513"),
-        (lambda fusor, _: fusor.prefill([5] * 513), PromptTooLongError, "513"),
-        (lambda fusor, _: fusor.precompute([5] * 513), PromptTooLongError, "513"),
+        (lambda fusor: fusor.fuse([Segment([3]), exact(fusor), QUESTION]), InputError, "unbroken run"),
+        (lambda fusor: fusor.fuse([exact(fusor)]), InputError, "every segment is exact"),
+        (lambda _: Segment(IDS, exact=True), InputError, "needs its kv"),
+        (lambda fusor: fusor.fuse([]), InputError, "at least one"),
+        (lambda fusor: fusor.fuse([Segment([])]), InputError, "at least one"),
+        (lambda fusor: fusor.prefill([]), InputError, "at least one"),
+        (lambda fusor: fusor.precompute([]), InputError, "at least one"),
+        (lambda fusor: fusor.fuse([Segment([5, 97])]), InputError, "97"),
+        (lambda fusor: fusor.precompute([10**6]), InputError, "1000000"),
+        (lambda fusor: fusor.fuse([Segment([5] * 513)]), PromptTooLongError, "513"),
+        (lambda fusor: fusor.prefill([5] * 513), PromptTooLongError, "513"),
+        (lambda fusor: fusor.precompute([5] * 513), PromptTooLongError, "513"),
     ],
 )
-def test_prompts(fusor: Fusor, call: Callable[[Fusor, Segment], object], error: type[Exception], message: str) -> None:
+def test_prompts(fusor: Fusor, call: Callable[[Fusor], object], error: type[Exception], message: str) -> None:
     """Misplaced exact segments, nothing to compute, unknown tokens and too many positions are refused by name."""
-    exact = Segment([1, 2], fusor.precompute([1, 2]), exact=True)
     with pytest.raises(error, match=message):
-        call(fusor, exact)
+        call(fusor)
 
 
 LAYERS = {**TINY, "num_key_value_heads": 2, "intermediate_size": 32}
@@ -114,20 +102,18 @@ NEXT = {"head_dim": 16, "num_experts": 0, "layer_types": ["linear_attention", "f
         ("qwen3_next", {**LAYERS, **NEXT}, "qwen3_next models.*LinearAttentionLayer instead of keys and values"),
         ("stablelm", LAYERS, "not among the verified families"),
         ("llama", {**TINY, "rope_parameters": DYNAMIC}, "'dynamic' changes with the prompt's length"),
+        ("t5", {"vocab_size": 64, "d_model": 32, "d_ff": 32, "d_kv": 8, "num_layers": 1, "num_heads": 2}, "encoder-decoder"),
         ("phi3", {**LAYERS, **PHI3, "rope_parameters": LONG}, "'longrope' changes with the prompt's length"),
     ],
 )
 def test_unsupported_models_say_what_is_missing(family: str, shape: dict[str, Any], reason: str) -> None:
     """A model that blending is not right on is refused with what it lacks."""
     with pytest.raises(UnsupportedModelError, match=reason):
-        Fusor(AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape)))
-
-
-def test_encoder_decoders_are_refused() -> None:
-    """An encoder-decoder is refused by name."""
-    model = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=32, d_ff=32, d_kv=8, num_layers=1, num_heads=2))
-    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
-        Fusor(model)
+        Fusor(
+            (AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM).from_config(
+                AutoConfig.for_model(family, **shape)
+            )
+        )
 
 
 def test_an_unverified_family_is_checked_against_its_own_forward() -> None:

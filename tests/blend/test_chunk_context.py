@@ -6,11 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from prompts import BOS, assert_same_kv, draw_ids
+from prompts import BOS, draw_ids
 from tiny_models import tiny_model
 
 from cacheblend.blend import ChunkContext, Fusor
-from cacheblend.blend.precompute import windows
 from cacheblend.store import ChunkKey, ConfigError, context_digest
 
 CHUNKS = [draw_ids(count, seed) for seed, count in enumerate((9, 14, 1, 20))]
@@ -21,7 +20,7 @@ FILLER = tuple(draw_ids(70, seed=50))
 def test_windows_cover_each_chunk_once(tokens: list[int], limit: int) -> None:
     """Every chunk is new in one window, in order; a window of several chunks keeps within its size."""
     new: list[int] = []
-    for window in windows(tokens, limit):
+    for window in ChunkContext(document_tokens=limit).windows([[0] * count for count in tokens]):
         assert window.first <= window.new < window.last
         assert window.last - window.first == 1 or sum(tokens[window.first : window.last]) <= limit
         new += range(window.new, window.last)
@@ -30,7 +29,8 @@ def test_windows_cover_each_chunk_once(tokens: list[int], limit: int) -> None:
 
 def test_windows_begin_with_earlier_chunks() -> None:
     """A later window begins with half a window of the chunks before its new ones."""
-    found = [(window.first, window.new, window.last) for window in windows([10] * 9, 40)]
+    windows = ChunkContext(document_tokens=40).windows([[0] * 10] * 9)
+    found = [(window.first, window.new, window.last) for window in windows]
     assert found == [(0, 0, 4), (2, 4, 6), (4, 6, 8), (6, 8, 9)]
 
 
@@ -49,19 +49,6 @@ def test_a_chunk_has_the_kv_that_it_has_after_its_context(name: str, filler: tup
         assert (kv.prefix_ids, kv.context) == (tuple(BOS), context_digest(filler, CHUNKS[:index]))
 
 
-def test_documents_in_one_pass_do_not_see_each_other() -> None:
-    """A document's KV is the same beside others as by itself."""
-    blender, context = Fusor(tiny_model("llama")), ChunkContext(filler_ids=FILLER)
-    together = list(blender.precompute_documents([(CHUNKS[:2], [0, 1]), (CHUNKS[2:], [1])], BOS, context))
-    apart = [
-        *blender.precompute_document(CHUNKS[:2], BOS, None, context),
-        *blender.precompute_document(CHUNKS[2:], BOS, [1], context),
-    ]
-    for one, other in zip(together, apart, strict=True):
-        assert_same_kv(one, other, tolerance=1e-5)
-        assert one.context == other.context
-
-
 def test_without_a_document_each_chunk_stands_after_the_filler() -> None:
     """`document_tokens=0` leaves the earlier text out."""
     blender = Fusor(tiny_model("llama"))
@@ -70,15 +57,12 @@ def test_without_a_document_each_chunk_stands_after_the_filler() -> None:
 
 
 def test_long_documents_are_read_in_windows() -> None:
-    """A chunk beyond a window has the context of the window that it is new in, and a choice of chunks computes no others."""
+    """A chunk beyond a window has the context of the window that it is new in."""
     blender, context = Fusor(tiny_model("llama")), ChunkContext(document_tokens=25)
     kvs = list(blender.precompute_document(CHUNKS, BOS, context=context))
     expected = [[], CHUNKS[:1], CHUNKS[:2], CHUNKS[2:3]]
     assert [kv.context for kv in kvs] == [context_digest((), earlier) for earlier in expected]
     assert [list(earlier) for earlier in context.earlier(CHUNKS)] == expected
-    (only,) = blender.precompute_document(CHUNKS, BOS, which=[2], context=context)
-    assert only.token_ids == tuple(CHUNKS[2])
-    assert only.context == kvs[2].context
 
 
 def test_a_context_names_what_it_holds() -> None:

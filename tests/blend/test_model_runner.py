@@ -167,13 +167,7 @@ def test_layers_go_to_a_sink() -> None:
     steps = fusor.fuse_steps(
         segments, sink=SimpleNamespace(put=lambda layer, whole: taken.insert(layer, whole.kv_21HND.clone()))
     )
-    blended: FusionResult
-    while True:
-        try:
-            next(steps)
-        except StopIteration as done:
-            blended = done.value
-            break
+    blended = steps.run()
     cache = fusor.fuse(segments).cache
     assert len(taken) == LAYERS
     for kv_21HND, layer in zip(taken, cache.layers, strict=True):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from tiny_models import tiny_model
 from cacheblend.base.errors import ConfigError
 from cacheblend.blend import SELECTORS, ExplicitPositions, FusionConfig, Fusor, Schedule, Segment, SelectionStep
 from cacheblend.blend.selectors.selector import layer_counts
+
+BAD_RATIOS: list[Any] = [-0.1, 1.1, float("nan"), "0.15", True]
 
 
 @given(reusable=st.integers(0, 5000), layers=st.integers(1, 80), ratio=st.floats(0, 1), spread=st.floats(0, 1))
@@ -134,21 +138,15 @@ def test_first_tokens_are_those_of_every_chunk() -> None:
     assert chosen.nonzero()[:, 0].tolist() == [0, 1, 5, 6]
 
 
-@pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan"), "0.15", True])
-def test_ratio_outside_0_to_1_is_refused(ratio: object) -> None:
-    """A ratio that is not a number from 0 to 1 names itself in the error."""
-    with pytest.raises(ConfigError, match=r"recompute_ratio=.*0 to 1"):
-        FusionConfig(recompute_ratio=ratio)
-
-
-def test_unknown_selector_is_refused() -> None:
-    """An unknown selector's error lists the known ones."""
-    with pytest.raises(ConfigError, match="question_attention, gradual"):
-        FusionConfig(selector="best")
-
-
-def test_explicit_positions_need_every_layer() -> None:
-    """A plan of another depth is refused."""
-    plan = ExplicitPositions([[0, 1], [0]])
-    with pytest.raises(ConfigError, match="5 layers"):
-        plan.select(step_at(0, 2, 2))
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        *((lambda ratio=ratio: FusionConfig(recompute_ratio=ratio), "recompute_ratio=.*0 to 1") for ratio in BAD_RATIOS),
+        (lambda: FusionConfig(selector="best"), "question_attention, gradual"),
+        (lambda: ExplicitPositions([[0, 1], [0]]).select(step_at(0, 2, 2)), "5 layers"),
+    ],
+)
+def test_bad_settings(make: Callable[[], object], message: str) -> None:
+    """A ratio that is not a number from 0 to 1, an unknown selector and a plan of another depth are refused by name."""
+    with pytest.raises(ConfigError, match=message):
+        make()
