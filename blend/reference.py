@@ -169,4 +169,5 @@ def _rotate(model: Any, x_HSD: Tensor, positions_S: Tensor) -> Tensor:
     """RoPE: queries or keys rotated to their positions."""
     cos_1SD, sin_1SD = model.model.rotary_emb(x_HSD, positions_S[None])
     first, second = x_HSD.chunk(2, dim=-1)
-    return x_HSD * cos_1SD + torch.cat([-second, first], dim=-1) * sin_1SD
+    rotated_HSD: Tensor = x_HSD * cos_1SD + torch.cat([-second, first], dim=-1) * sin_1SD
+    return rotated_HSD
