@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -179,13 +180,12 @@ def show(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_js
     """
     with _open_documents(store_dir) as opened:
         status, chunks = opened.show(id_)
-        places = opened.places(chunks)
     if as_json:
-        terminal.print_json({**status.as_dict(), "texts": list(map(shown_chunk, chunks, places))})
+        terminal.print_json({**status.as_dict(), "texts": list(starmap(shown_chunk, chunks))})
         return
     for name, value in status.as_dict().items():
         terminal.print_line(f"{name}: {value}")
-    for chunk, place in zip(chunks, places, strict=True):
+    for chunk, place in chunks:
         part = chunk.document_id.removeprefix(id_).removeprefix("#")
         head = f"{part}{', ' if part else ''}{counted(len(chunk.token_ids), 'token')}{place}"
         terminal.print_line(f"\n[{chunk.position}] {head}\n{chunk.text}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from cacheblend.base.errors import CacheBlendError
 from cacheblend.base.threads import in_own_thread, lower_priority
-from cacheblend.store import ChunkKey, ChunkKV, DocumentVersion, KVStore
+from cacheblend.store import ChunkKey, DocumentVersion, KVStore
 from cacheblend.store.tiers import AdmissionFilter
 
 from .chunk_context import ChunkEncoder
@@ -140,15 +140,13 @@ class BackgroundPrecompute:
         self._store.documents.note([(miss.document, key)])
         return self._store.fetch([key], FETCH_S) > 0
 
-    def _compute(self, key: ChunkKey, miss: PromptChunk) -> None:
-        lower_priority()
-        self._put(key, self._encoder.compute(miss.token_ids, miss.earlier), miss.document)
-
     def _is_there(self, document: DocumentVersion | None) -> bool:
         return document is None or self._documents.version(document[0]) == document[1]
 
-    def _put(self, key: ChunkKey, kv: ChunkKV, document: DocumentVersion | None) -> None:
-        """Store a chunk's KV, unless its document was deleted or replaced since it was missed."""
+    def _compute(self, key: ChunkKey, miss: PromptChunk) -> None:
+        """Compute and store a chunk's KV, unless its document was deleted or replaced since it was missed."""
+        lower_priority()
+        kv, document = self._encoder.compute(miss.token_ids, miss.earlier), miss.document
         if document is not None and self._store.documents.version(document[0]) != document[1]:
             with self._store.exclusive():  # deletions take this lock: they come before or after
                 if not self._is_there(document):

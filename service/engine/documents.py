@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -195,19 +195,17 @@ class Documents:
         known = set(self._index.ids()) if stored else set()
         yield from (id_ for id_ in stored if id_ not in known)
 
-    def show(self, id_: str) -> tuple[DocumentStatus, Sequence[Chunk]]:
-        """One document, or a file's, and the chunks; raises InputError if there is no such document."""
+    def show(self, id_: str) -> tuple[DocumentStatus, list[tuple[Chunk, ChunkPlace]]]:
+        """One document, or a file's, and the chunks with their places; raises InputError if there is no such document."""
         statuses = self._statuses(id_)
+        found: list[tuple[Chunk, ChunkPlace]] = []
         try:
-            chunks = [chunk for status in statuses if status.chunks for chunk in self._index.chunks(status.id)]
+            for status in statuses:
+                chunks = self._index.chunks(status.id) if status.chunks else []
+                found += zip(chunks, self._index.places(chunks), strict=True)
         except InputError:  # deleted since it was looked up
             raise _unknown(id_) from None
-        return _together(id_, statuses), chunks
-
-    def places(self, chunks: Sequence[Chunk]) -> list[ChunkPlace]:
-        """Where each of the chunks that `show` gave stands in its file."""
-        by_document = groupby(chunks, lambda chunk: chunk.document_id)
-        return [place for _, own in by_document for place in self._index.places(list(own))]
+        return _together(id_, statuses), found
 
     def status(self, id_: str) -> DocumentStatus:
         """One document, or a file's together, without the chunks; raises as `show` does."""

@@ -9,6 +9,7 @@ import warnings
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,7 +27,7 @@ from .chunk_texts import ChunkTexts
 from .config import SETTINGS_FILE, EngineConfig, check_max_tokens, load_fusor, remember_settings
 from .decoding import Piece
 from .documents import Documents
-from .ingest import BATCH_DOCUMENTS, DocumentEncoder, IngestReport, ingest_stream
+from .ingest import BATCH_DOCUMENTS, DocumentEncoder, IngestReport, batches
 from .prefill import Prefiller, PrefillSteps, PrefixCache
 from .profiles import calibrated, find_calibration, find_controller
 from .prompt import PromptChunk, PromptRenderer, check_characters
@@ -143,7 +144,17 @@ class Engine:
                 below the corpus is no error: the report counts what was evicted, and a warning is logged.
         """
         self._check_open()
-        return ingest_stream(self._documents, documents, progress or Progress(), self.store, batch_documents)
+        progress, total = progress or Progress(), IngestReport()
+        started, evictions = time.perf_counter(), self.store.stats().nvme.evictions
+        for batch in batches(map(Document.of, documents), batch_documents):
+            total += self._documents.add(batch, progress)
+            progress.note_batch()
+        if evicted := self.store.stats().nvme.evictions - evictions:
+            budget_bytes = self.store.config.nvme_budget_bytes
+            logger.warning(
+                "the KV of %d chunks did not stay within nvme_budget_bytes=%d; raise it to keep all", evicted, budget_bytes
+            )
+        return replace(total, evicted=evicted, seconds=time.perf_counter() - started)
 
     def search(self, question: str, num_chunks: int) -> list[ScoredChunk]:
         """The nearest chunks, or as many as there are, whose texts `chunk_texts` finds in later messages.

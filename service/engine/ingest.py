@@ -6,13 +6,13 @@ What `Documents.add` does before it changes the documents is here, so that Ray's
 from __future__ import annotations
 
 import dataclasses
-import logging
 import re
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from cacheblend.store import ChunkKey, DocumentVersion, KVStore
 
     from .chunk_context import ChunkEncoder
-    from .documents import Documents
 
-logger = logging.getLogger(__name__)
 BATCH_DOCUMENTS = 64  # of a stream's batch
 FETCH_S = 60.0  # chunks whose KV comes later from the remote tier are computed
 BATCH_CHARACTERS = 2**20  # a batch ends with the document that reaches it
@@ -188,7 +186,7 @@ class DocumentEncoder:
             self._store.fetch(keys, FETCH_S)
             self._store.flush()  # its caller notes the documents, whose KV is durable by then
         found = [key in self._store for key in keys] if self._fetches else self._store.find(keys)
-        return {key for key, is_stored in zip(keys, found, strict=True) if is_stored}
+        return set(compress(keys, found))
 
     def _chunks(self, document: Document, progress: Progress) -> Sequence[Chunk]:
         """The chunks of a document that is in the index, or was a moment ago."""
@@ -207,28 +205,6 @@ class DocumentEncoder:
                 f"document {id_!r} has a chunk of {longest} tokens, and the model {max_positions} positions, of which "
                 f"{before} are for what stands before it; lower chunk_tokens={self._retriever.splitter.config.chunk_tokens}"
             )
-
-
-def ingest_stream(
-    documents: Documents,
-    given: Iterable[Document | Mapping[str, object]],
-    progress: Progress,
-    store: KVStore,
-    batch_documents: int = BATCH_DOCUMENTS,
-) -> IngestReport:
-    """Ingest documents a batch after the other; see `Engine.ingest_stream`."""
-    started, evictions = time.perf_counter(), store.stats().nvme.evictions
-    total = IngestReport()
-    for batch in batches(map(Document.of, given), batch_documents):
-        total += documents.add(batch, progress)
-        progress.note_batch()
-    evicted = store.stats().nvme.evictions - evictions
-    if evicted:
-        budget_bytes = store.config.nvme_budget_bytes
-        logger.warning(
-            "the KV of %d chunks did not stay within nvme_budget_bytes=%d; raise it to keep all", evicted, budget_bytes
-        )
-    return replace(total, evicted=evicted, seconds=time.perf_counter() - started)
 
 
 def batches(documents: Iterable[Document], batch_documents: int) -> Iterator[list[Document]]:
@@ -275,21 +251,14 @@ def upload_documents(
     headers = {"Authorization": f"Bearer {config.vllm_api_key}"} if config.vllm_api_key else {}
     with httpx.Client(headers=headers, timeout=VLLM_TIMEOUT_S) as client:  # without redirects: the key is for this host
         for done, document in enumerate(documents, 1):
-            try:
-                report += _post(client, config, document)
-            except _RefusedError as error:
-                faults[document.id] = f"{document.id}: {error}"
+            report += _post(client, config, document, faults)
             progress.documents, progress.tokens = done, report.tokens
             progress.note_batch()
     return replace(report, seconds=time.monotonic() - started)
 
 
-class _RefusedError(InputError):
-    """A document that vLLM refuses."""
-
-
-def _post(client: httpx.Client, config: VllmConfig, document: Document) -> IngestReport:
-    """Post a document, and report what was stored; raises as `upload_documents` does."""
+def _post(client: httpx.Client, config: VllmConfig, document: Document, faults: dict[str, str]) -> IngestReport:
+    """Post a document, and report what was stored; see `upload_documents`."""
     route = (config.vllm or "").rstrip("/").removesuffix("/v1") + VLLM_ROUTE  # of an address as OpenAI's clients take it, too
     try:
         answer = client.post(route, json={"documents": [{"title": document.title, "text": document.text}]})
@@ -306,7 +275,9 @@ def _post(client: httpx.Client, config: VllmConfig, document: Document) -> Inges
     match answer.status_code:
         case 400 | 413 | 422:
             refusal = body.get("error")
-            raise _RefusedError(str(refusal.get("message") if isinstance(refusal, dict) else answer.reason_phrase))
+            message = refusal.get("message") if isinstance(refusal, dict) else answer.reason_phrase
+            faults[document.id] = f"{document.id}: {message}"
+            return IngestReport()
         case 401 | 403:
             raise InputError(f"{config.vllm} refuses the key ({answer.status_code}); give --vllm-api-key")
         case 200 | 404 | 405:

@@ -74,8 +74,8 @@ class WebFiles:
         if url not in self._files:
             try:
                 self._files[url] = asyncio.run(self._fetch(url))
-            except InputError as error:
-                self._files[url] = error  # a source is read twice; the second time it fails at once
+            except InputError as error:  # noted too: a source is read twice, and the second time it fails at once
+                self._files[url] = InputError(f"{url[:200]}: {error}")
             except (OSError, UnicodeError, httpx.HTTPError, httpx.InvalidURL) as error:
                 late = f"not fetched within {self._timeout_s:g} s" if isinstance(error, TimeoutError) else ""
                 why = late or f"cannot be fetched ({str(error) or type(error).__name__})"
@@ -90,40 +90,42 @@ class WebFiles:
             self._folder.cleanup()
 
     async def _fetch(self, named: str) -> tuple[Path, str]:
+        if len(named) > MAX_URL_CHARACTERS:
+            raise InputError(f"longer than {MAX_URL_CHARACTERS} characters; ingest a copy")
         url = httpx.URL(named)
         async with asyncio.timeout(self._timeout_s), httpx.AsyncClient(trust_env=False, timeout=None) as client:
             for _ in range(MAX_REDIRECTS + 1):
-                there = url.copy_with(host=await self._address(url, named), fragment=None)
+                there = url.copy_with(host=await self._address(url), fragment=None)
                 headers = {**HEADERS, "Host": url.netloc.decode()}
                 name = {"sni_hostname": url.raw_host.decode()}  # that the certificate must have
                 async with client.stream("GET", there, headers=headers, extensions=name) as answer:
                     if not answer.has_redirect_location:
-                        return self._saved(answer, await self._body(answer, named), url)
+                        return self._saved(answer, await self._body(answer), url)
                 url, last = url.join(answer.headers["Location"]), url
                 if (last.scheme, url.scheme) == ("https", "http"):
-                    raise InputError(f"{named}: leads from https to http; name {url} if you want that")
-        raise InputError(f"{named}: more than {MAX_REDIRECTS} redirects; name the page that they lead to")
+                    raise InputError(f"leads from https to http; name {url} if you want that")
+        raise InputError(f"more than {MAX_REDIRECTS} redirects; name the page that they lead to")
 
-    async def _address(self, url: httpx.URL, named: str) -> str:
+    async def _address(self, url: httpx.URL) -> str:
         """The address of a URL's host that is connected to, when all of them are allowed."""
-        if len(named) > MAX_URL_CHARACTERS or url.scheme not in SCHEMES or not url.host or url.userinfo:
+        if url.scheme not in SCHEMES or not url.host or url.userinfo:
             why = "is no http or https URL without a password; give one such as https://example.org/page.html"
-            raise InputError(f"{named[:200]}: {str(url)[:200]!r} {why}")
+            raise InputError(f"{str(url)[:200]!r} {why}")
         addresses = await asyncio.to_thread(self._resolver, url.raw_host.decode())
         if private := [address for address in addresses if not self._allow_private and not is_public(address)]:
-            raise InputError(f"{named}: {private[0]} is a private address; --allow-private-urls allows it")
+            raise InputError(f"{private[0]} is a private address; --allow-private-urls allows it")
         return addresses[0]
 
-    async def _body(self, answer: httpx.Response, named: str) -> bytes:
+    async def _body(self, answer: httpx.Response) -> bytes:
         if answer.status_code != httpx.codes.OK:
-            raise InputError(f"{named}: the server says {answer.status_code} {answer.reason_phrase}; look at it in a browser")
+            raise InputError(f"the server says {answer.status_code} {answer.reason_phrase}; look at it in a browser")
         if (packed := answer.headers.get("Content-Encoding", "").strip().lower()) not in ("", "identity", "gzip"):
-            raise InputError(f"{named}: it comes packed as {packed!r}, unasked; fetch it by hand and ingest it")
+            raise InputError(f"it comes packed as {packed!r}, unasked; fetch it by hand and ingest it")
         body = bytearray()
         async for part in answer.aiter_bytes():
             body += part
             if len(body) > self._max_bytes:
-                raise InputError(f"{named}: larger than {self._max_bytes / 2**20:g} MiB; fetch it by hand and split it")
+                raise InputError(f"larger than {self._max_bytes / 2**20:g} MiB; fetch it by hand and split it")
         return bytes(body)
 
     def _saved(self, answer: httpx.Response, body: bytes, url: httpx.URL) -> tuple[Path, str]:

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from itertools import starmap
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -118,7 +119,7 @@ async def show(id_: str, request: Request) -> dict[str, Any]:
 
     def read(engine: Engine) -> dict[str, Any]:  # places too: those of a long document need a moment
         status, chunks = engine.documents.show(id_)
-        return {**_body(status), "content": list(map(shown_chunk, chunks, engine.documents.places(chunks)))}
+        return {**_body(status), "content": list(starmap(shown_chunk, chunks))}
 
     return await _known(request, read)
 

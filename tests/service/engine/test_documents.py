@@ -43,7 +43,7 @@ def test_ls_and_show(engine: Engine) -> None:
         assert status.own_bytes == status.stored_bytes == sum(entry.bytes for entry in engine.store.ls() if entry.key in keys)
     status, chunks = engine.documents.show(ID)
     assert status == statuses[0]
-    assert "".join(chunk.text for chunk in chunks).endswith(str(FIRST["text"])[-20:])
+    assert "".join(chunk.text for chunk, _ in chunks).endswith(str(FIRST["text"])[-20:])
 
 
 def test_the_parts_of_a_file_are_one(engine: Engine) -> None:
@@ -63,8 +63,7 @@ def test_the_parts_of_a_file_are_one(engine: Engine) -> None:
     assert (paged, has_more) == ([file], True)
     assert [status.id for status in documents.page(by_file=True, after="f/report.pdf")[0]] == names[-2:]
     status, chunks = documents.show("f/report.pdf")
-    assert (status, [chunk.document_id for chunk in chunks]) == (file, [page["id"] for page in reversed(pages)])
-    assert len(documents.places(chunks)) == len(chunks)
+    assert (status, [chunk.document_id for chunk, _ in chunks]) == (file, [page["id"] for page in reversed(pages)])
     assert documents.pin("f/report.pdf").pinned
     assert documents.status(str(pages[1]["id"])).pinned
     assert not documents.pin("f/report.pdf", pinned=False).pinned

@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def text_of(engine: Engine, id_: str) -> str:
-    return "".join(chunk.text for chunk in engine.documents.show(id_)[1])
+    return "".join(chunk.text for chunk, _ in engine.documents.show(id_)[1])
 
 
 def lines(path: Path, **texts: str) -> None:

@@ -176,7 +176,7 @@ def test_accessibility(browser: Any, address: str, scheme: str) -> None:
 def text_of(engine: Engine, name: str) -> str:
     """The text of the documents of an uploaded file, each with its title."""
     ids = [document.id for document in engine.documents.ls() if document.id.partition("#")[0] == name]
-    return "".join(chunk.text for id_ in ids for chunk in engine.documents.show(id_)[1])
+    return "".join(chunk.text for id_ in ids for chunk, _ in engine.documents.show(id_)[1])
 
 
 def test_documents(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_file_of_a_known_name(page: Any, open_engine: OpenEngine, tmp_path: Pa
     engine = open_engine()
 
     def texts() -> list[str]:
-        return [engine.documents.show(document.id)[1][0].text.partition("\n")[2] for document in engine.documents.ls()]
+        return [engine.documents.show(document.id)[1][0][0].text.partition("\n")[2] for document in engine.documents.ls()]
 
     with serving(engine) as (_, address):
         open_page(page, address)
