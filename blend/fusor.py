@@ -226,7 +226,7 @@ class Fusor:
         shape = (geometry.layers, 2, geometry.kv_heads, len(token_ids), geometry.head_dim)
         sink = _PrefixSink(torch.empty(shape, dtype=geometry.dtype, device=device or geometry.device))
         steps = self.fuse_steps([Segment(token_ids)], sink=sink)
-        return steps, PrefixRun(tuple(token_ids), (), 0, self.fingerprint, (None,) * geometry.layers, {None: [sink.kv_L2HTD]})
+        return steps, PrefixRun(tuple(token_ids), (), self.fingerprint, (None,) * geometry.layers, {None: [sink.kv_L2HTD]})
 
     @torch.no_grad()
     def prefill(self, token_ids: Sequence[int]) -> FusionResult:

@@ -89,8 +89,7 @@ class PrefixRun:
     """
 
     token_ids: tuple[int, ...]  # T
-    digests: tuple[bytes, ...]  # of each block, in the chain that it was found in
-    first_chain_blocks: int  # that many, from the first on, were found in the first of the chains asked for
+    digests: tuple[bytes, ...]  # of each block
     model: str  # fingerprint of the model that computed it
     windows: tuple[int | None, ...]  # of each layer; None for full attention
     # Per window, `kv_L2HTD` (L layers of that window, T held tokens) of the blocks that are needed, in order.
@@ -226,15 +225,15 @@ class PrefixBlocks:
         self._lookups = self._hits = self._evictions = 0
 
     @contextmanager
-    def match(self, token_ids: Sequence[int], chains: Sequence[BlockChain]) -> Iterator[PrefixRun | None]:
+    def match(self, token_ids: Sequence[int], chain: BlockChain) -> Iterator[PrefixRun | None]:
         """The longest run of blocks that `token_ids` begin with; None for none. Nothing of it is evicted inside the context.
 
         Args:
             token_ids: the tokens that may be matched: at most all but the prompt's last one, whose logits are wanted.
-            chains: of the prompt; a block is taken from the first of them that has it.
+            chain: of the prompt.
         """
         with self._lock:
-            digests = self._longest(chains, len(token_ids) // BLOCK_TOKENS)
+            digests = self._longest(chain.digests[: len(token_ids) // BLOCK_TOKENS])
             self._lookups += 1
             self._hits += bool(digests)
             names = [(digest, window) for window in self._layers for digest in self._needed(digests, window)]
@@ -244,9 +243,8 @@ class PrefixBlocks:
                 for window in self._layers
             }
         try:
-            first = next((at for at, digest in enumerate(digests) if digest != chains[0].digests[at]), len(digests))
             tokens = tuple(token_ids[: len(digests) * BLOCK_TOKENS])
-            yield PrefixRun(tokens, tuple(digests), first, self._model, self._windows, held) if digests else None
+            yield PrefixRun(tokens, tuple(digests), self._model, self._windows, held) if digests else None
         finally:
             held.clear()
             with self._lock:
@@ -283,22 +281,18 @@ class PrefixBlocks:
             held = {"parts": len(self._parts), "bytes": self._bytes, "budget_bytes": self.budget_bytes}
             return held | {"lookups": self._lookups, "hits": self._hits, "evictions": self._evictions}
 
-    def _longest(self, chains: Sequence[BlockChain], most: int) -> list[bytes]:
-        """Hashes of the longest run that all kinds of layers have what they need of."""
-        found: list[bytes] = []
+    def _longest(self, digests: Sequence[bytes]) -> Sequence[bytes]:
+        """The longest run of a chain's first blocks that all kinds of layers have what they need of."""
         unbroken = dict.fromkeys(self._layers, 0)  # blocks in a row that end here
         longest = 0
-        for candidates in zip(*(chain.digests[:most] for chain in chains), strict=True):
-            held = [digest for digest in candidates if any((digest, window) in self._parts for window in self._layers)]
-            digest = held[0] if held else candidates[0]
-            found.append(digest)
+        for blocks, digest in enumerate(digests, start=1):
             for window in self._layers:
                 unbroken[window] = unbroken[window] + 1 if (digest, window) in self._parts else 0
-            if None in unbroken and unbroken[None] < len(found):
+            if None in unbroken and unbroken[None] < blocks:
                 break  # a full layer needs every block
-            if all(unbroken[window] >= blocks_needed(window, len(found)) for window in self._layers):
-                longest = len(found)
-        return found[:longest]
+            if all(unbroken[window] >= blocks_needed(window, blocks) for window in self._layers):
+                longest = blocks
+        return digests[:longest]
 
     @staticmethod
     def _needed(digests: Sequence[bytes], window: int | None) -> Sequence[bytes]:

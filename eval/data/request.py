@@ -110,7 +110,7 @@ def make_request(
         kept = [replace(kept[0], token_ids=kept[0].token_ids[:room])]
     return Request(
         example,
-        PromptTokens(tuple(head), tuple(kept), tuple(tail)),
+        PromptTokens(tuple(head), tuple(tail), tuple(kept)),
         dropped_chunks=len(chunks) - len(kept),
         cut_tokens=before - _count(kept),
         is_warm_up=is_warm_up,

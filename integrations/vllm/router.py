@@ -26,7 +26,7 @@ from cacheblend.blend.loading import load_tokenizer
 from cacheblend.retriever import Document, PlainTokenizer, RetrieverConfig, Splitter
 from cacheblend.retriever.config import SEPARATOR
 from cacheblend.service.engine.chunk_context import ChunkNaming
-from cacheblend.service.engine.prompt import Message, PromptLayout, PromptRenderer
+from cacheblend.service.engine.prompt import Message, PromptRenderer, PromptTokens
 
 from .config import ConnectorConfig
 from .plugin import CONNECTOR
@@ -89,7 +89,7 @@ class PromptMarker:
         return (self._ids(before), documents, question) if documents else None
 
     def _marked(
-        self, path: str, body: dict[str, Any], layout: PromptLayout, before: Chunk, documents: Sequence[Sequence[Chunk]]
+        self, path: str, body: dict[str, Any], layout: PromptTokens, before: Chunk, documents: Sequence[Sequence[Chunk]]
     ) -> dict[str, Any]:
         prefix, chunks = (*layout.prefix, *before), list(chain.from_iterable(documents))
         token_ids = [*prefix, *chain.from_iterable(chunks), *layout.suffix]

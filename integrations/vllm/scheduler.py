@@ -89,7 +89,7 @@ class Marks:
             chunk, before = ids[start:stop], tuple(map(tuple, next(earlier[document])))
             rows.append(PromptChunk(chunk, naming.key(chunk, before, namespace), earlier=before))
             done = stop
-        return PromptTokens(ids[:first], tuple(rows), ids[done:])
+        return PromptTokens(ids[:first], ids[done:], tuple(rows))
 
 
 def _is_span(span: Any) -> bool:

@@ -23,8 +23,7 @@ class PlannedSegment:
     """One segment of a prompt as it was run.
 
     Args:
-        kind: "exact" (a cached prefix), "blended" (the same, as an earlier blended request left it: approximate), "reused"
-            (blended or reused chunk KV) or "fresh" (computed in the prompt).
+        kind: "exact" (a cached prefix), "reused" (blended or reused chunk KV) or "fresh" (computed in the prompt).
         token_ids: its token ids.
         key: hex of the store's key, or with "prefix_cache" the hash of a block; None where nothing is looked up.
         tier: a tier of the store ("ram", "nvme"), "memory" (held by the engine), or None for what was computed now.
@@ -46,13 +45,21 @@ class BlendSegment:
         token_ids: its token ids.
         kv: its stored KV; None for a segment that is computed in the prompt.
         exact: the KV is full prefill's own at this place, and is never recomputed.
-        records: how the answer's plan names it; a prefix of which only a part is exact has two records.
+        key, earlier: see `PlannedSegment`.
     """
 
     token_ids: tuple[int, ...]
     kv: KVHandle | None = None
     exact: bool = False
-    records: tuple[PlannedSegment, ...] = ()
+    key: str | None = None
+    earlier: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def record(self) -> PlannedSegment:
+        """The segment as the answer's plan names it."""
+        kind = "fresh" if self.kv is None else "exact" if self.exact else "reused"
+        tier = None if self.kv is None else self.kv.tier
+        return PlannedSegment(kind=kind, token_ids=self.token_ids, key=self.key, tier=tier, earlier=self.earlier)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,11 +151,6 @@ class BlendPlan:
     predicted: LoadingPlan | None
 
     @property
-    def records(self) -> list[PlannedSegment]:
-        """The segments as the answer's plan names them."""
-        return [record for segment in self.segments for record in segment.records]
-
-    @property
     def exact_tokens(self) -> int | None:
         """How many of the first tokens get KV that is full prefill's own; None for all of them."""
         starts = accumulate((len(segment.token_ids) for segment in self.segments), initial=0)
@@ -171,7 +173,7 @@ def plan_blend(prompt: PromptTokens, found: Found, policy: BlendPolicy) -> Blend
     exact = 0 if prefix is None else len(prefix.token_ids)
     before, after = prompt.prefix[exact:], prompt.suffix[max(0, exact - len(prompt.prefix)) :]
     chunks = [_chunk_segment(*pair, full=full) for pair in zip(prompt.chunks, found.chunks, strict=True)]
-    segments = [*([] if prefix is None else [prefix]), fresh_segment(before), *chunks, fresh_segment(after)]
+    segments = [*([] if prefix is None else [prefix]), BlendSegment(before), *chunks, BlendSegment(after)]
     # 3. The misses, whose KV is computed and stored afterwards.
     misses = [chunk for chunk, kv in zip(prompt.chunks, found.chunks, strict=True) if kv is None and chunk.key is not None]
     return BlendPlan(
@@ -181,11 +183,6 @@ def plan_blend(prompt: PromptTokens, found: Found, policy: BlendPolicy) -> Blend
         misses=tuple(misses),
         predicted=predicted,
     )
-
-
-def fresh_segment(token_ids: tuple[int, ...]) -> BlendSegment:
-    """Tokens that are computed in the prompt."""
-    return BlendSegment(token_ids, records=(PlannedSegment(kind="fresh", token_ids=token_ids),))
 
 
 def fresh_records(prompt: PromptTokens, tokens: int = 0) -> list[PlannedSegment]:
@@ -200,12 +197,5 @@ def fresh_records(prompt: PromptTokens, tokens: int = 0) -> list[PlannedSegment]
 
 def _chunk_segment(chunk: PromptChunk, kv: KVHandle | None, *, full: bool) -> BlendSegment:
     """A chunk's segment. Stored KV that a full recompute does not use is neither a hit nor a miss, and has no key."""
-    used = None if full else kv
-    record = PlannedSegment(
-        kind="fresh" if used is None else "reused",
-        token_ids=chunk.token_ids,
-        key=None if chunk.key is None or (used is None and kv is not None) else str(chunk.key),
-        tier=None if used is None else used.tier,
-        earlier=chunk.earlier,
-    )
-    return BlendSegment(chunk.token_ids, used, records=(record,))
+    key = None if chunk.key is None or (full and kv is not None) else str(chunk.key)
+    return BlendSegment(chunk.token_ids, None if full else kv, key=key, earlier=chunk.earlier)

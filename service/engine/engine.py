@@ -206,14 +206,14 @@ class Engine:
         config.fusion_config(recompute_ratio)
         searches = asked.documents is not None or asked.layout is None or asked.num_chunks != 0
         layout = asked.layout or self.prompts.question(question)
-        layout.tokens(()).check_length(max_tokens, self.fusor.max_positions)
+        layout.check_length(max_tokens, self.fusor.max_positions)
         # 2. Find the chunks.
         scored = self._retrieve(question, asked.num_chunks, asked.documents, check) if searches else []
         check()
         retrieved, chunks = time.perf_counter(), [one.chunk for one in scored]
         # 3. Lay out the prompt.
         namespace = namespace_of(asked.cache_salt)
-        prompt = layout.tokens(self._prompt_chunks(chunks, namespace, brought=asked.documents is not None))
+        prompt = replace(layout, chunks=self._prompt_chunks(chunks, namespace, brought=asked.documents is not None))
         # 4. Copy to this machine what only the remote tier has.
         if asked.method in ("blend", "full_reuse"):
             self._prefiller.fetch(prompt)
@@ -299,7 +299,7 @@ class Engine:
             chunks += [ScoredChunk(chunk, math.nan) for chunk in split]
         return chunks
 
-    def _prompt_chunks(self, chunks: Sequence[Chunk], namespace: str, *, brought: bool) -> list[PromptChunk]:
+    def _prompt_chunks(self, chunks: Sequence[Chunk], namespace: str, *, brought: bool) -> tuple[PromptChunk, ...]:
         """The rows of a prompt's chunks; text that stands between two of them has no document and no key."""
         rows: list[PromptChunk] = []
         for chunk, earlier in zip(chunks, self._contexts.of_prompt(chunks), strict=True):
@@ -308,7 +308,7 @@ class Engine:
             is_ingested = not brought or self.retriever.version(chunk.document_id) == chunk.version
             key = self._encoder.key(chunk.token_ids, earlier, namespace) if chunk.document_id else None
             rows.append(PromptChunk(chunk.token_ids, key, version if is_ingested else None, earlier))
-        return rows
+        return tuple(rows)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -147,14 +147,14 @@ class Prefiller:
         started = time.perf_counter()
         token_ids = request.prompt.token_ids
         with (
-            self._prefixes.find(token_ids, len(token_ids) - 1, request.namespace, None) as prefix,
+            self._prefixes.find(token_ids, len(token_ids) - 1, request.namespace) as prefix,
             LayerLoader(self._config.loader) as loader,
         ):
             lookup_s = time.perf_counter() - started
-            found = _run_segment(prefix)
-            segments = [*_segments([found] if found else []), Segment(token_ids[prefix.tokens :])]
+            found = [] if prefix.run is None else [BlendSegment(prefix.run.token_ids, prefix.run, exact=True)]
+            segments = [*_segments(found), Segment(token_ids[prefix.tokens :])]
             fused = yield from self._fusor.fuse_steps(segments, source=prefix.record(loader))
-            first, *others = *(found.records if found else ()), *fresh_records(request.prompt, prefix.tokens)
+            first, *others = *(segment.record for segment in found), *fresh_records(request.prompt, prefix.tokens)
             request.prefill = Prefill(
                 fused=fused,
                 segments=(replace(first, key=prefix.key), *others),
@@ -174,7 +174,7 @@ class Prefiller:
             started = time.perf_counter()
             with (
                 suppress(DamagedEntryError),
-                self._find_prefix(prompt, ratio, request.namespace) as prefix,
+                self._find_prefix(prompt, request.namespace) as prefix,
                 self._store.pin(prompt.keys) as stored,
                 LayerLoader(self._config.loader) as loader,
             ):
@@ -182,7 +182,7 @@ class Prefiller:
                 found = Found(self._prefix_segment(prompt, prefix), prompt.by_chunk(stored))
                 plan = plan_blend(prompt, found, self.policy(ratio))
                 planned = time.perf_counter()
-                prefix.exact_tokens, prefix.commit_blended = plan.exact_tokens, prompt.cache_suffix
+                prefix.exact_tokens = plan.exact_tokens
                 # 2. Fuse, a layer a step; the loader reads the next layers meanwhile.
                 source = prefix.record(ResidentLayers() if plan.full_recompute else loader)
                 steps = self._fusor.fuse_steps(_segments(plan.segments), self._config.fusion_config(plan.ratio), source)
@@ -193,7 +193,7 @@ class Prefiller:
                     self._background.submit(chunk)
                 request.prefill = Prefill(
                     fused=fused,
-                    segments=tuple(plan.records),
+                    segments=tuple(segment.record for segment in plan.segments),
                     ratio=None if plan.full_recompute else plan.ratio,
                     loading=plan.predicted,
                     lookup_s=planned - started,
@@ -225,18 +225,17 @@ class Prefiller:
                 self._store.documents.note((chunk.document, chunk.key) for chunk in missing if chunk.key is not None)
             self._store.fetch(prompt.keys, deadline_s)
 
-    def _find_prefix(self, prompt: PromptTokens, ratio: float | None, namespace: str) -> AbstractContextManager[CachedPrefix]:
+    def _find_prefix(self, prompt: PromptTokens, namespace: str) -> AbstractContextManager[CachedPrefix]:
         """Look up what stands before the chunks: the chunks themselves are reused at any place, and blended anew."""
         before = len(prompt.prefix) if prompt.chunks else len(prompt.token_ids) - 1
         limit = 0 if prompt.chunks and self._holds_prefix_of(prompt) else before
-        return self._prefixes.find(prompt.token_ids, limit, namespace, "auto" if ratio is None else str(float(ratio)))
+        return self._prefixes.find(prompt.token_ids, limit, namespace)
 
     def _prefix_segment(self, prompt: PromptTokens, prefix: CachedPrefix) -> BlendSegment | None:
         """The longest exact KV at hand that the prompt begins with."""
         if self._holds_prefix_of(prompt) and prefix.tokens <= len(prompt.prefix):
-            record = PlannedSegment(kind="exact", token_ids=prompt.prefix, tier="memory")
-            return BlendSegment(prompt.prefix, self._prefix_kv, exact=True, records=(record,))
-        return _run_segment(prefix)
+            return BlendSegment(prompt.prefix, self._prefix_kv, exact=True)
+        return None if prefix.run is None else BlendSegment(prefix.run.token_ids, prefix.run, exact=True)
 
     def _holds_prefix_of(self, prompt: PromptTokens) -> bool:
         return self._prefix_kv is not None and prompt.prefix == self._encoder.prefix_ids
@@ -270,22 +269,10 @@ def _segments(planned: Iterable[BlendSegment]) -> list[Segment]:
     return [Segment(segment.token_ids, segment.kv, segment.exact) for segment in planned]
 
 
-def _run_segment(prefix: CachedPrefix) -> BlendSegment | None:
-    """The run of blocks that was found, in the records its exact part and its blended one; None where none was found."""
-    run = prefix.run
-    if run is None:
-        return None
-    border = run.first_chain_blocks * BLOCK_TOKENS
-    parts = (("exact", run.token_ids[:border]), ("blended", run.token_ids[border:]))
-    records = (PlannedSegment(kind=kind, token_ids=token_ids, tier="memory") for kind, token_ids in parts if token_ids)
-    return BlendSegment(run.token_ids, run, exact=True, records=tuple(records))
-
-
 class PrefixCache:
     """The blocks of prompts and answers that an engine has served, in RAM. Thread-safe.
 
-    KV that is full prefill's own stands in one chain. Blended KV is approximate, and so is all that is generated after it: it
-    stands in a chain for each recompute ratio that was asked for, where only requests that ask for the same find it.
+    They are full prefill's own. Blended KV is approximate, and so is all that is generated after it: none of it is held.
 
     Args:
         fusor: the model.
@@ -305,21 +292,18 @@ class PrefixCache:
         self._blocks = PrefixBlocks(self._budget_bytes, self._windows, self._model)
 
     @contextmanager
-    def find(self, token_ids: Sequence[int], limit: int, namespace: str, asked_ratio: str | None) -> Iterator[CachedPrefix]:
+    def find(self, token_ids: Sequence[int], limit: int, namespace: str) -> Iterator[CachedPrefix]:
         """The blocks that a prompt begins with, which stay in the context, and what keeps the prompt's own afterwards.
 
         Args:
             token_ids: the prompt.
             limit: at most so many of its tokens may be reused.
             namespace: requests of another one find none of its blocks, and it none of theirs.
-            asked_ratio: names the recompute ratio that a blended request asks for; None for one that is exact throughout.
         """
-        roots = [(b"exact",)] if asked_ratio is None else [(b"exact",), (b"blended", asked_ratio.encode())]
-        chains = [BlockChain(chain_root(self._model.encode(), *root), (namespace.encode(),)) for root in roots]
-        for chain in chains:
-            chain.extend(token_ids)
-        with self._blocks.match(token_ids[:limit], chains) as run:
-            yield CachedPrefix(self._blocks, chains, run)
+        chain = BlockChain(chain_root(self._model.encode()), (namespace.encode(),))
+        chain.extend(token_ids)
+        with self._blocks.match(token_ids[:limit], chain) as run:
+            yield CachedPrefix(self._blocks, chain, run)
 
     def stats(self) -> dict[str, int]:
         """Numbers of held parts and bytes, look-ups, hits and evictions."""
@@ -332,18 +316,15 @@ class CachedPrefix:
 
     Args:
         blocks: where they go.
-        chains: of the prompt: the exact one, and for a blended request its own.
+        chain: of the prompt, and of what is generated.
         run: what was found; its KV may be read inside `PrefixCache.find`.
-        exact_tokens: so many of the prompt's first tokens get exact KV, provided that the run's is; None for all of them, and
-            those that are generated.
-        commit_blended: commit the others too; needless where no later prompt will begin with this one's chunks.
+        exact_tokens: so many of the prompt's first tokens get exact KV; None for all of them, and those that are generated.
     """
 
     blocks: PrefixBlocks
-    chains: Sequence[BlockChain]
+    chain: BlockChain
     run: PrefixRun | None
     exact_tokens: int | None = None
-    commit_blended: bool = True
     _layers: list[LayerKV] = field(default_factory=list)
 
     @property
@@ -354,7 +335,7 @@ class CachedPrefix:
     @property
     def key(self) -> str | None:
         """Hex of the run's last block, or of the first block where none was found; None where the prompt has none."""
-        digests = self.chains[0].digests[:1] if self.run is None else self.run.digests
+        digests = self.chain.digests[:1] if self.run is None else self.run.digests
         return digests[-1].hex() if digests else None
 
     def record(self, source: LayerSource) -> LayerSource:
@@ -381,21 +362,15 @@ class CachedPrefix:
             read_last: reads the last positions, up to this token's; they are copied.
         """
         self.commit_prompt()
-        full = len(self.chains[0].digests)
-        for chain in self.chains:
-            chain.extend((token_id,))
-        if len(self.chains[0].digests) > full:
+        full = len(self.chain.digests)
+        self.chain.extend((token_id,))
+        if len(self.chain.digests) > full:
             self.blocks.insert(self._digests, full, lambda layer, start, stop: read_last(layer, stop - start))
 
     @property
     def _digests(self) -> list[bytes]:
-        """Each block to hold, in its chain."""
-        found = () if self.run is None else self.run.digests
-        exact = len(self.chains[0].digests) if self.exact_tokens is None else self.exact_tokens // BLOCK_TOKENS
-        if self.run is not None and self.run.first_chain_blocks < len(found):
-            exact = len(found)  # what is computed after blended KV is no better
-        blended = self.chains[-1].digests[max(exact, len(found)) :] if self.commit_blended else ()
-        return [*found, *self.chains[0].digests[len(found) : exact], *blended]
+        """Each block to hold."""
+        return self.chain.digests[: None if self.exact_tokens is None else self.exact_tokens // BLOCK_TOKENS]
 
 
 class RecordingSource:

@@ -49,16 +49,13 @@ class PromptTokens:
 
     Args:
         prefix: before the chunks.
-        chunks: the chunks, and what stands between them.
         suffix: after them; it holds the question.
-        cache_suffix: whether a later prompt may begin with all of this one, chunks and answer included: then its blended KV
-            stays in the prefix cache for that.
+        chunks: the chunks, and what stands between them; none in the layout of a prompt whose chunks are still to be found.
     """
 
     prefix: tuple[int, ...]
-    chunks: tuple[PromptChunk, ...]
     suffix: tuple[int, ...]
-    cache_suffix: bool = True
+    chunks: tuple[PromptChunk, ...] = ()
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -102,19 +99,6 @@ class PromptTokens:
                 "positions; take fewer chunks, lower max_tokens, ask a shorter question, or ingest smaller chunks"
             )
         return max_positions - tokens if max_tokens is None else max_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLayout:
-    """Tokens around the chunks of one request's prompt; see `PromptTokens`."""
-
-    prefix: tuple[int, ...]
-    suffix: tuple[int, ...]
-    cache_suffix: bool = True
-
-    def tokens(self, chunks: Iterable[PromptChunk]) -> PromptTokens:
-        """The prompt over chunks, each with the very ids that it was precomputed with."""
-        return PromptTokens(self.prefix, tuple(chunks), self.suffix, self.cache_suffix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +183,7 @@ class PromptRenderer:
         self._question_frame = self._frame([Message("user", "")], instruction)
         self.prefix = self._question_frame.prefix
 
-    def question(self, question: str) -> PromptLayout:
+    def question(self, question: str) -> PromptTokens:
         """The prompt of a question over chunks.
 
         Raises:
@@ -211,7 +195,7 @@ class PromptRenderer:
         check_characters(len(question), self._max_positions)
         return self._layout(self._question_frame, self._before_question, question)
 
-    def chat(self, messages: Sequence[Message], *, with_chunks: bool, tools: Sequence[Mapping[str, Any]] = ()) -> PromptLayout:
+    def chat(self, messages: Sequence[Message], *, with_chunks: bool, tools: Sequence[Mapping[str, Any]] = ()) -> PromptTokens:
         """The prompt of a chat whose last message asks; `with_chunks` where chunks will stand before the user's last message.
 
         A later turn has its own chunks before its question, and an earlier one's nowhere. A chat of one question over chunks
@@ -238,7 +222,7 @@ class PromptRenderer:
 
     def chat_around(
         self, messages: Sequence[Message], parts: Sequence[Sequence[str | Chunk]]
-    ) -> tuple[PromptLayout, list[Chunk]]:
+    ) -> tuple[PromptTokens, list[Chunk]]:
         """The prompt of a chat whose messages hold chunks within their texts, nothing added and nothing moved.
 
         Args:
@@ -276,9 +260,9 @@ class PromptRenderer:
             if ids and place != places[-1]:
                 chunks.append(Chunk("", "", 0, "", "".join(text for text, _ in between), ids))
         prefix, suffix = (tuple(token for _, part in run for token in part) for run in (texts[0], texts[-1]))
-        return PromptLayout(prefix, suffix, cache_suffix=False), chunks
+        return PromptTokens(prefix, suffix), chunks
 
-    def completion(self, text: str) -> PromptLayout:
+    def completion(self, text: str) -> PromptTokens:
         """The prompt of a text to continue: BOS, chunks, text.
 
         Raises:
@@ -288,7 +272,7 @@ class PromptRenderer:
         check_characters(len(text), self._max_positions)
         if not text:
             raise InputError("prompt is empty; give some text to continue")
-        return PromptLayout(self._bos, self._ids(text), cache_suffix=False)
+        return PromptTokens(self._bos, self._ids(text))
 
     def text_ids(self, text: str, *, with_bos: bool) -> tuple[int, ...]:
         """Token ids of a text of any length; special tokens in it stay plain text."""
@@ -329,10 +313,10 @@ class PromptRenderer:
             if self._plain.has_controls(self._template_ids(text)):
                 raise InputError(f"{field}: has the text of a control token of the model; write it in other words")
 
-    def _layout(self, frame: _Frame, before_question: str, question: str) -> PromptLayout:
+    def _layout(self, frame: _Frame, before_question: str, question: str) -> PromptTokens:
         # In one go: alone, the space at the end of "Question: " would be a token that no text has in this place.
         asked = self._ids(f"{frame.before_question}{before_question}{question.strip()}{self._after_question}")
-        return PromptLayout(frame.prefix, (*asked, *frame.ending), cache_suffix=False)
+        return PromptTokens(frame.prefix, (*asked, *frame.ending))
 
     def _frame(self, messages: Sequence[Message], instruction: str, tools: Sequence[Mapping[str, Any]] = ()) -> _Frame:
         """Render the turns, the chunks and the question left out."""

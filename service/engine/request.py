@@ -22,7 +22,7 @@ from cacheblend.retriever import Chunk, ScoredChunk
 from .blend_plan import PlannedSegment
 from .config import UNSALTED
 from .decoding import Decoding, Piece, Sampling, TokenLogprob
-from .prompt import PromptLayout, PromptTokens
+from .prompt import PromptTokens
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -63,7 +63,7 @@ class RequestOptions(Sampling):
     recompute_ratio: float | None = None
     max_tokens: int | None = None
     stop: Sequence[str] = ()
-    layout: PromptLayout | None = None
+    layout: PromptTokens | None = None
     cache_salt: str = ""
     tenant: str = ""
     arrived: float = field(default_factory=time.perf_counter)
@@ -83,8 +83,7 @@ class RequestOptions(Sampling):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerPlan:
-    """Record of a prompt's prefill; enough to replay it (`cacheblend.blend.ExplicitPositions(plan.recomputed)`), but for
-    "blended" segments, whose KV is an earlier request's.
+    """Record of a prompt's prefill; enough to replay it (`cacheblend.blend.ExplicitPositions(plan.recomputed)`).
 
     Args:
         method: the method that was asked for.

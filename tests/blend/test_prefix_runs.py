@@ -56,7 +56,7 @@ def test_a_kept_prefix_gives_full_prefill(name: str, loader: bool) -> None:
     ids, rest = draw_ids(70, seed=1), draw_ids(9, seed=2)
     blocks = blocks_of(fusor)
     chain = keep(fusor, ids, blocks)
-    with blocks.match(ids, [chain]) as run:
+    with blocks.match(ids, chain) as run:
         assert run is not None
         assert len(run.token_ids) == 64
         segments = [Segment(run.token_ids, run, exact=True), Segment([*ids[64:], *rest])]
@@ -80,7 +80,7 @@ def test_whatever_the_lengths(kept: int, after: int, name: str) -> None:
     ids, rest = draw_ids(kept, seed=1), draw_ids(after, seed=2)
     blocks = blocks_of(fusor)
     chain = keep(fusor, ids, blocks)
-    with blocks.match(ids, [chain]) as run:
+    with blocks.match(ids, chain) as run:
         assert run is not None
         fused = fusor.fuse([Segment(run.token_ids, run, exact=True), Segment([*ids[len(run.token_ids) :], *rest])])
     assert float((fused.logits - fusor.prefill([*ids, *rest]).logits).abs().max()) <= 1e-4
@@ -94,7 +94,7 @@ def test_in_front_of_blended_chunks() -> None:
     blocks = blocks_of(fusor)
     chain = keep(fusor, ids, blocks)
     config = FusionConfig(recompute_ratio=0.3)
-    with blocks.match(ids, [chain]) as run:
+    with blocks.match(ids, chain) as run:
         assert run is not None
         fused = fusor.fuse([Segment(ids, run, exact=True), *rest], config)
     other = fusor.fuse([Segment(ids, fusor.precompute(ids), exact=True), *rest], config)
@@ -110,7 +110,7 @@ def test_bits() -> None:
     blocks, kept = blocks_of(fusor), Kept()
     fusor.fuse([Segment(ids)], source=kept)
     chain = keep(fusor, ids, blocks)
-    with blocks.match(ids[:32], [chain]) as run:
+    with blocks.match(ids[:32], chain) as run:
         assert run is not None
         fused = fusor.fuse([Segment(ids[:32], run, exact=True), Segment(ids[32:])])
     layers: list[object] = list(fused.cache.layers)
@@ -125,7 +125,7 @@ def test_misuse() -> None:
     ids = draw_ids(16, seed=1)
     blocks = blocks_of(fusor)
     chain = keep(fusor, ids, blocks)
-    with blocks.match(ids, [chain]) as run:
+    with blocks.match(ids, chain) as run:
         assert run is not None
         with pytest.raises(InputError, match="keys are rotated"):
             Segment(ids, run)

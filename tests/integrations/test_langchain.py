@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ def test_the_prompt_is_unchanged(engine: Engine, retriever: CacheBlendRetriever,
     from cacheblend.service.engine.prompt import Message, PromptChunk
 
     layout, chunks = engine.prompts.chat_around([Message("user", rendered)], [located.parts])
-    token_ids = layout.tokens(PromptChunk(chunk.token_ids) for chunk in chunks).token_ids
+    token_ids = replace(layout, chunks=tuple(PromptChunk(chunk.token_ids) for chunk in chunks)).token_ids
     assert engine.fusor.tokenizer.decode(token_ids) == f"<s>{rendered}\nAnswer:"
 
 

@@ -59,11 +59,6 @@ class RecordedAnswer:
         """One line of JSON."""
         return json.dumps(asdict(self)) + "\n"
 
-    @property
-    def can_be_replayed(self) -> bool:
-        """Whether the plan says it all: the KV of "blended" segments is an earlier request's."""
-        return all(kind != "blended" for kind, *_ in self.segments)
-
 
 def replay_prompt(fusor: Fusor, recorded: RecordedAnswer) -> FusionResult:
     """Prefill a recorded prompt alone, from KV that is computed anew."""

@@ -19,15 +19,15 @@ SHORT: tuple[int | None, ...] = (12, None)  # a window below a block
 MUCH = 2**30
 LAYER_BYTES = 2 * 4 * HEADS * BLOCK_TOKENS * HEAD_DIM
 BLOCK_BYTES = len(FULL) * LAYER_BYTES
-ROOTS = {"exact": chain_root(b"model", b"exact"), "blended": chain_root(b"model", b"blended")}
+ROOT = chain_root(b"model")
 
 
 def tokens_of(letters: str) -> list[int]:
     return [ord(letter) for letter in letters for _ in range(BLOCK_TOKENS)]
 
 
-def chain(letters: str, root: str = "exact", extra_keys: Sequence[bytes] = ()) -> BlockChain:
-    made = BlockChain(ROOTS[root], extra_keys)
+def chain(letters: str, extra_keys: Sequence[bytes] = ()) -> BlockChain:
+    made = BlockChain(ROOT, extra_keys)
     made.extend(tokens_of(letters))
     return made
 
@@ -39,16 +39,16 @@ def layer_kv(letters: str, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     return k_HTD, -k_HTD
 
 
-def insert(blocks: PrefixBlocks, letters: str, first: int = 0, digests: Sequence[bytes] | None = None) -> int:
+def insert(blocks: PrefixBlocks, letters: str, first: int = 0, last: int | None = None) -> int:
     def read(layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         k_HTD, v_HTD = layer_kv(letters, layer)
         return k_HTD[:, start:stop], v_HTD[:, start:stop]
 
-    return blocks.insert(chain(letters).digests if digests is None else digests, first, read)
+    return blocks.insert(chain(letters).digests[:last], first, read)
 
 
-def matched(blocks: PrefixBlocks, letters: str, *roots: str, extra_keys: Sequence[bytes] = ()) -> str:
-    with blocks.match(tokens_of(letters), [chain(letters, root, extra_keys) for root in roots or ("exact",)]) as run:
+def matched(blocks: PrefixBlocks, letters: str, extra_keys: Sequence[bytes] = ()) -> str:
+    with blocks.match(tokens_of(letters), chain(letters, extra_keys)) as run:
         return "" if run is None else letters[: len(run.digests)]
 
 

@@ -34,7 +34,7 @@ def test_a_run_holds_what_was_inserted(windows: tuple[int | None, ...], seen: tu
     """A run gives each layer's KV, bit for bit where tokens after it can see it, and zeros before."""
     blocks = make(windows)
     assert insert(blocks, "abcd") == 4
-    with blocks.match(tokens_of("abcx"), [chain("abcx")]) as run:
+    with blocks.match(tokens_of("abcx"), chain("abcx")) as run:
         assert run is not None
         assert run.token_ids == tuple(tokens_of("abc"))
         assert (run.model, run.num_layers, run.dtype) == ("model", len(windows), torch.float32)
@@ -48,39 +48,25 @@ def test_a_run_holds_what_was_inserted(windows: tuple[int | None, ...], seen: tu
 
 
 def test_only_a_common_prefix_is_found() -> None:
-    """A prompt finds the blocks that it begins with and no others, of its own root and extra keys alone."""
+    """A prompt finds the blocks that it begins with and no others, of its own extra keys alone."""
     blocks = make()
     insert(blocks, "abc")
     assert [matched(blocks, letters) for letters in ("abcd", "abc", "abx", "ab", "xbc", "bc", "")] == [
         *("abc", "abc", "ab", "ab"),
         *("", "", ""),
     ]
-    assert matched(blocks, "abc", "blended") == ""
     assert matched(blocks, "abc", extra_keys=(b"salt",)) == ""
     stats = blocks.stats()
-    assert [stats[name] for name in ("parts", "bytes", "lookups", "hits")] == [3, 3 * BLOCK_BYTES, 9, 4]
+    assert [stats[name] for name in ("parts", "bytes", "lookups", "hits")] == [3, 3 * BLOCK_BYTES, 8, 4]
 
 
 def test_a_part_of_a_block_is_not_matched() -> None:
     """A block whose last token may not be matched, since its logits are wanted, is not."""
     blocks = make()
     insert(blocks, "ab")
-    with blocks.match(tokens_of("ab")[:-1], [chain("ab")]) as run:
+    with blocks.match(tokens_of("ab")[:-1], chain("ab")) as run:
         assert run is not None
         assert len(run.token_ids) == BLOCK_TOKENS
-
-
-def test_a_second_chain_goes_on_where_the_first_ends() -> None:
-    """Asked for two chains a run has the first one's blocks as far as they go, and the second one's after them."""
-    blocks = make()
-    exact, blended = chain("abcd"), chain("abcd", "blended")
-    insert(blocks, "abcd", digests=[*exact.digests[:2], *blended.digests[2:]])
-    with blocks.match(tokens_of("abcd"), [exact, blended]) as run:
-        assert run is not None
-        assert run.digests == (*exact.digests[:2], *blended.digests[2:])
-        assert run.first_chain_blocks == 2
-    assert matched(blocks, "abcd", "exact") == "ab"
-    assert matched(blocks, "abcd", "blended") == ""
 
 
 def test_the_tail_goes_first() -> None:
@@ -101,8 +87,8 @@ def test_what_is_in_use_stays() -> None:
     """Blocks of a run that is in use are not evicted, by however many it is used; room that cannot be had is not taken."""
     blocks = make(budget_bytes=3 * BLOCK_BYTES)
     insert(blocks, "abc")
-    with ExitStack() as first, blocks.match(tokens_of("ab"), [chain("ab")]):
-        run = first.enter_context(blocks.match(tokens_of("ab"), [chain("ab")]))
+    with ExitStack() as first, blocks.match(tokens_of("ab"), chain("ab")):
+        run = first.enter_context(blocks.match(tokens_of("ab"), chain("ab")))
         assert run is not None
         assert insert(blocks, "xyz") == 1
         first.close()
@@ -138,7 +124,7 @@ def test_views_are_not_kept() -> None:
     blocks, k_HTD = make(), torch.ones(HEADS, BLOCK_TOKENS, HEAD_DIM)
     blocks.insert(chain("a").digests, 0, lambda _, start, stop: (k_HTD[:, start:stop], k_HTD[:, start:stop]))
     k_HTD.zero_()
-    with blocks.match(tokens_of("a"), [chain("a")]) as run:
+    with blocks.match(tokens_of("a"), chain("a")) as run:
         assert run is not None
         assert all(x_HTD.all() for x_HTD in run.read_layer(1))
         with pytest.raises(InputError, match="the memory for it"):

@@ -13,7 +13,6 @@ from cacheblend.service.engine.blend_plan import (
     BlendPolicy,
     BlendSegment,
     Found,
-    PlannedSegment,
     fresh_records,
     plan_blend,
 )
@@ -76,8 +75,8 @@ def chunk(token_ids: tuple[int, ...]) -> PromptChunk:
 
 
 CHUNKS = (chunk(ONE), PromptChunk(BETWEEN), chunk(TWO))
-PROMPT = PromptTokens(PREFIX, CHUNKS, SUFFIX)
-HELD = BlendSegment(PREFIX, StoredKV(PREFIX, "memory"), exact=True, records=(PlannedSegment(kind="exact", token_ids=PREFIX),))  # type: ignore[arg-type]  # a fake
+PROMPT = PromptTokens(PREFIX, SUFFIX, CHUNKS)
+HELD = BlendSegment(PREFIX, StoredKV(PREFIX, "memory"), exact=True)  # type: ignore[arg-type]  # a fake
 
 
 def policy_of(ratio: float | None = None, **choosers: Any) -> BlendPolicy:
@@ -110,14 +109,15 @@ def test_segments(
 ) -> None:
     """Stored chunks are reused, all else is computed; text between chunks is never a miss, and the tokens are the prompt's."""
     plan = plan_blend(PROMPT, found_of(*stored, prefix=prefix), policy_of(0.3))
-    assert [record.kind for record in plan.records] == kinds
+    records = [segment.record for segment in plan.segments]
+    assert [record.kind for record in records] == kinds
     assert tuple(token for segment in plan.segments for token in segment.token_ids) == PROMPT.token_ids
     assert [one.token_ids for one in plan.misses] == misses
     assert plan.exact_tokens == exact_tokens
     assert (plan.ratio, plan.full_recompute, plan.predicted) == (0.3, False, None)
-    keys = [record.key for record in plan.records]
+    keys = [record.key for record in records]
     assert keys == [None, str(CHUNKS[0].key), None, str(CHUNKS[2].key), None]
-    tiers = {record.token_ids: record.tier for record in plan.records if record.key is not None}
+    tiers = {record.token_ids: record.tier for record in records if record.key is not None}
     assert tiers == {one.token_ids: "nvme" if one.token_ids in stored else None for one in CHUNKS if one.key is not None}
 
 
@@ -144,8 +144,9 @@ def test_full_recompute_reads_nothing() -> None:
     """A full recompute uses neither prefix nor chunks; what is stored is neither hit nor miss, what is missing is a miss."""
     plan = plan_blend(PROMPT, found_of(ONE, prefix=HELD), policy_of(work=FixedWork(short=True)))
     assert all(segment.kv is None for segment in plan.segments)
-    assert {record.kind for record in plan.records} == {"fresh"}
-    assert [record.key for record in plan.records if record.key is not None] == [str(CHUNKS[2].key)]
+    records = [segment.record for segment in plan.segments]
+    assert {record.kind for record in records} == {"fresh"}
+    assert [record.key for record in records if record.key is not None] == [str(CHUNKS[2].key)]
     assert [one.token_ids for one in plan.misses] == [TWO]
     assert plan.exact_tokens is None
 
@@ -163,7 +164,7 @@ def test_a_prefix_that_reaches_into_the_suffix() -> None:
     """Without chunks a cached prefix may hold a part of the question; what is after it is computed."""
     ids = (*PREFIX, *SUFFIX[:1])
     run = BlendSegment(ids, StoredKV(ids, "memory"), exact=True)  # type: ignore[arg-type]  # a fake
-    plan = plan_blend(PromptTokens(PREFIX, (), SUFFIX), Found(run, []), policy_of())
+    plan = plan_blend(PromptTokens(PREFIX, SUFFIX), Found(run, []), policy_of())
     assert [segment.token_ids for segment in plan.segments] == [ids, SUFFIX[1:]]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from fakes import tiny_tokenizer
 from hypothesis import given
@@ -54,15 +56,14 @@ def test_documents_questions_and_messages() -> None:
     chunks = splitter.split(Document("d", HOSTILE, f"some {HOSTILE} text"))
     assert "".join(chunk.text for chunk in chunks) == f"{HOSTILE}\nsome {HOSTILE} text"
     ours = ["<|im_start|>", "<|im_end|>", "<|im_start|>", "<think>", "</think>"]
-    prompt = PromptRenderer(TOKENIZER, HOSTILE).question(HOSTILE).tokens(PromptChunk(chunk.token_ids) for chunk in chunks)
+    rows = tuple(PromptChunk(chunk.token_ids) for chunk in chunks)
+    prompt = replace(PromptRenderer(TOKENIZER, HOSTILE).question(HOSTILE), chunks=rows)
     assert controls(prompt.token_ids) == ours
     assert TOKENIZER.decode(prompt.token_ids).count(HOSTILE) == 2  # instruction and question; separators cut the document
     turns = [Message("system", HOSTILE), Message("user", HOSTILE), Message("assistant", HOSTILE), Message("user", HOSTILE)]
     layout = PromptRenderer(TOKENIZER, HOSTILE).chat(turns, with_chunks=True)
-    assert controls(layout.tokens(PromptChunk(chunk.token_ids) for chunk in chunks).token_ids) == [*SPECIAL * 3, *ours]
-    assert controls(
-        PromptRenderer(TOKENIZER, "").completion(HOSTILE).tokens(PromptChunk(chunk.token_ids) for chunk in chunks).token_ids
-    ) == ["<s>"]
+    assert controls(replace(layout, chunks=rows).token_ids) == [*SPECIAL * 3, *ours]
+    assert controls(replace(PromptRenderer(TOKENIZER, "").completion(HOSTILE), chunks=rows).token_ids) == ["<s>"]
 
 
 def test_runs_of_spaces_stay_tokens() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from cacheblend.base.errors import InputError
 from cacheblend.blend import Fusor
 from cacheblend.retriever import Chunk, Document, RetrieverConfig, Splitter
-from cacheblend.service.engine.prompt import Message, PromptChunk, PromptRenderer
+from cacheblend.service.engine.prompt import Message, PromptChunk, PromptRenderer, PromptTokens
 
 BOS, EOS = 0, 1
 TEMPLATE = (
@@ -25,9 +26,6 @@ TEMPLATE = (
 INSTRUCTION = "Read this.\n\n"
 CHAT_INSTRUCTION = "Answer from these.\n"
 CHAT_TEMPLATE = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}<s>assistant: "
-CHUNKS = [
-    Chunk("d", "v", place, "", text, tuple(tiny_tokenizer()(text)["input_ids"])) for place, text in enumerate(("one", "two"))
-]
 
 
 def tokenizer(template: str | None = None, **special: str) -> PreTrainedTokenizerFast:
@@ -49,8 +47,8 @@ def split(documents: list[dict[str, object]], chunk_tokens: int = 12) -> list[Ch
     return [chunk for document in documents for chunk in splitter.split(Document.of(document))]
 
 
-def rows(chunks: Iterable[Chunk]) -> list[PromptChunk]:
-    return [PromptChunk(chunk.token_ids) for chunk in chunks]
+def over(layout: PromptTokens, chunks: Iterable[Chunk]) -> PromptTokens:
+    return replace(layout, chunks=tuple(PromptChunk(chunk.token_ids) for chunk in chunks))
 
 
 @pytest.fixture(params=[None, TEMPLATE], ids=["no template", "template"])
@@ -62,7 +60,7 @@ def test_without_template() -> None:
     """Without a template a prompt is BOS, instruction, chunks and question, and reads as such."""
     renderer = PromptRenderer(tokenizer(), INSTRUCTION)
     chunks = split(DOCUMENTS[:2])
-    prompt = renderer.question(f"  {QUESTION}\n").tokens(rows(chunks))
+    prompt = over(renderer.question(f"  {QUESTION}\n"), chunks)
     text = "".join(f"{chunk.text}\n\n" for chunk in chunks)
     assert tokenizer().decode(prompt.token_ids) == f"<s>{INSTRUCTION}{text}Question: {QUESTION}\nAnswer:"
     assert tokenizer().decode(prompt.prefix) == f"<s>{INSTRUCTION}"
@@ -73,7 +71,7 @@ def test_with_template() -> None:
     """With a template a prompt reads as the template renders it, special tokens of its own included."""
     renderer = PromptRenderer(tokenizer(TEMPLATE), INSTRUCTION)
     chunks = split(DOCUMENTS[:2])
-    prompt = renderer.question(QUESTION).tokens(rows(chunks))
+    prompt = over(renderer.question(QUESTION), chunks)
     content = f"{INSTRUCTION}{''.join(f'{chunk.text}' + chr(10) * 2 for chunk in chunks)}Question: {QUESTION}"
     rendered = tokenizer(TEMPLATE).apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
@@ -87,7 +85,7 @@ def test_chunks_keep_their_ids(renderer: PromptRenderer) -> None:
     """Chunks stand in the prompt with the very ids that they were split into, wherever they stand."""
     chunks = split([*ODD_DOCUMENTS, *DOCUMENTS])
     for order in (chunks, chunks[::-1], [*chunks[:2], *chunks[:2]]):
-        prompt = renderer.question(QUESTION).tokens(rows(order))
+        prompt = over(renderer.question(QUESTION), order)
         assert prompt.chunk_ids == tuple(chunk.token_ids for chunk in order)
         assert prompt.token_ids == (*prompt.prefix, *(token for chunk in order for token in chunk.token_ids), *prompt.suffix)
 
@@ -97,8 +95,8 @@ def test_special_tokens_in_texts_stay_text(template: str | None) -> None:
     """The text of special tokens in an instruction, a document or a question is text, and reads as it was."""
     plain = PromptRenderer(tokenizer(template), "Read this: ")
     loaded = PromptRenderer(tokenizer(template), "Read </s> this: ")
-    prompt = loaded.question("what is <s> or </s>?").tokens(rows(split([{"text": "a </s> and <s> b"}])))
-    specials = [token for token in plain.question("what?").tokens([]).token_ids if token in (BOS, EOS)]
+    prompt = over(loaded.question("what is <s> or </s>?"), split([{"text": "a </s> and <s> b"}]))
+    specials = [token for token in plain.question("what?").token_ids if token in (BOS, EOS)]
     assert [token for token in prompt.token_ids if token in (BOS, EOS)] == specials
     assert [token for token in loaded.prefix if token in (BOS, EOS)] == [token for token in plain.prefix if token in (BOS, EOS)]
     for text in ("Read </s> this: ", "a </s> and <s> b", "what is <s> or </s>?"):
@@ -129,7 +127,7 @@ def test_a_template_that_trims() -> None:
     """A template that trims white space around the message changes nothing of the prompt."""
     trimmed = TEMPLATE.replace("message.content", "message.content | trim")
     prompt = [
-        PromptRenderer(tokenizer(template), " Read.\n").question("a?").tokens(rows(split(DOCUMENTS)))
+        over(PromptRenderer(tokenizer(template), " Read.\n").question("a?"), split(DOCUMENTS))
         for template in (TEMPLATE, trimmed)
     ]
     assert prompt[0] == prompt[1]
@@ -140,9 +138,7 @@ def test_heads() -> None:
     for template in (None, TEMPLATE):
         for instruction in ("", INSTRUCTION):
             renderer = PromptRenderer(tokenizer(template), instruction)
-            prompt = [
-                renderer.question("what?").tokens(rows(split(documents))) for documents in (DOCUMENTS[:1], DOCUMENTS[1:3])
-            ]
+            prompt = [over(renderer.question("what?"), split(documents)) for documents in (DOCUMENTS[:1], DOCUMENTS[1:3])]
             assert {one.token_ids[: len(renderer.prefix)] for one in prompt} == {renderer.prefix}
             assert renderer.prefix[0] == BOS
             text = tokenizer().encode(instruction, add_special_tokens=False)
@@ -154,7 +150,7 @@ def test_heads() -> None:
 def test_no_question(renderer: PromptRenderer, question: Any) -> None:
     """An empty question, and one that is not text, is refused."""
     with pytest.raises(InputError, match="question"):
-        renderer.question(question).tokens(rows(split(DOCUMENTS)))
+        renderer.question(question)
 
 
 def test_engine_with_template(fusor: Fusor, open_engine: OpenEngine) -> None:
@@ -181,7 +177,7 @@ def test_one_question(template: str | None) -> None:
     """A chat of one question over chunks has the prompt of the engine's own questions."""
     made = chat_tokenizer(template)
     layout = PromptRenderer(made, CHAT_INSTRUCTION).chat([Message("user", " What? ")], with_chunks=True)
-    assert layout.tokens(rows(CHUNKS)) == PromptRenderer(made, CHAT_INSTRUCTION).question("What?").tokens(rows(CHUNKS))
+    assert layout == PromptRenderer(made, CHAT_INSTRUCTION).question("What?")
 
 
 def test_turns() -> None:
@@ -202,7 +198,7 @@ def test_turns() -> None:
 def test_without_chunks() -> None:
     """Without chunks there is neither instruction nor the word before a question."""
     layout = PromptRenderer(chat_tokenizer(CHAT_TEMPLATE), CHAT_INSTRUCTION).chat([Message("user", "What?")], with_chunks=False)
-    assert chat_tokenizer(None).decode(layout.tokens([]).token_ids) == "<s>user: What?</s><s>assistant: "
+    assert chat_tokenizer(None).decode(layout.token_ids) == "<s>user: What?</s><s>assistant: "
 
 
 @pytest.mark.parametrize(
@@ -222,9 +218,9 @@ def test_turns_that_cannot_be_taken(template: str | None, turns: list[Message], 
 
 
 def test_completion() -> None:
-    """A text to continue stands after BOS and the chunks, as it is."""
+    """A text to continue stands after BOS and the place of the chunks, as it is."""
     made = chat_tokenizer(CHAT_TEMPLATE)
-    prompt = PromptRenderer(made, CHAT_INSTRUCTION).completion("Once </s> upon").tokens(rows(CHUNKS))
+    prompt = PromptRenderer(made, CHAT_INSTRUCTION).completion("Once </s> upon")
     assert prompt.prefix == (made.bos_token_id,)
     assert made.decode(prompt.suffix) == "Once </s> upon"
     assert made.eos_token_id not in prompt.suffix
