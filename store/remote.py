@@ -15,11 +15,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol, TypeVar
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import urlsplit, urlunsplit
 
 import numpy as np
 
@@ -101,11 +101,10 @@ class _ObjectBackend:
 
     @staticmethod
     def _open(url: str, timeout_s: float, limits_s: dict[str, float]) -> Any:
-        from obstore.store import LocalStore, from_url
+        from obstore.store import from_url
 
-        parts = urlsplit(url)
-        if parts.scheme == "file":
-            return LocalStore(unquote(parts.path), mkdir=True)
+        if urlsplit(url).scheme == "file":
+            return from_url(url, mkdir=True)
         limits_s = {"connect_timeout": timeout_s, "timeout": MAX_TRANSFER_S, **limits_s}
         # The environment may name an end point without TLS; the providers' own have TLS.
         options: Any = {"allow_http": True, **{name: timedelta(seconds=limit_s) for name, limit_s in limits_s.items()}}
@@ -152,7 +151,6 @@ BACKENDS: dict[str, tuple[Callable[[str, float, int | None, int], Backend], str]
 }
 
 
-@dataclass(frozen=True, slots=True)
 class RemoteAddress:
     """Address of a remote tier: a URL of a scheme in `BACKENDS`, whose user, password and query no text shows.
 
@@ -160,11 +158,8 @@ class RemoteAddress:
         ConfigError: another scheme, nothing after it, or a password or a folder's name that is not percent-encoded.
     """
 
-    url: str = field(repr=False)
-    shown: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        url = self.url if isinstance(self.url, str) else ""
+    def __init__(self, url: str) -> None:
+        url = url if isinstance(url, str) else ""
         if not url.startswith("file:///"):  # which has no password, and a folder may have any name
             check_user_info("remote", url)
         parts = urlsplit(url)
@@ -174,8 +169,8 @@ class RemoteAddress:
         if parts.scheme == "file" and (parts.netloc or "?" in url or "#" in url):  # it would name another folder
             allowed = "file:///folder; percent-encode % (%25), ? (%3F) and # (%23) in its name"
             raise ConfigError("remote", "what is given (not shown)", allowed)
-        host = parts.netloc.rpartition("@")[2]
-        object.__setattr__(self, "shown", urlunsplit((parts.scheme, host, parts.path, "", "")))
+        self.url, self.scheme = url, parts.scheme
+        self.shown = urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
     def open(self, timeout_s: float, ttl_s: int | None, limit_bytes: int) -> Backend:
         """A backend, which connects at its first use; an object beyond the limit reads as empty.
@@ -183,7 +178,7 @@ class RemoteAddress:
         Raises:
             MissingExtraError, ConfigError: its library is not installed, or does not accept the URL.
         """
-        make, extra = BACKENDS[urlsplit(self.url).scheme]
+        make, extra = BACKENDS[self.scheme]
         try:
             with needs_extra(extra):
                 return make(self.url, timeout_s, ttl_s, limit_bytes)
@@ -342,8 +337,10 @@ class RemoteTier:
     def contains(self, digests: Iterable[str]) -> set[str]:
         """The entries among these that the remote says, within its time-out, that it has."""
         with self._changed:
-            calls = {digest: partial(self._backend.contains, self._format.name(digest)) for digest in self._askable(digests)}
-            answers = {self._readers.submit(self._call, self._reads, call): digest for digest, call in calls.items()}
+            answers = {
+                self._readers.submit(self._call, self._reads, self._backend.contains, self._format.name(digest)): digest
+                for digest in self._askable(digests)
+            }
         answered, late = wait(answers, self._timeout_s)
         for answer in late:
             answer.cancel()
@@ -374,7 +371,7 @@ class RemoteTier:
             StoreError: the entry is too long for the remote tier.
         """
         digest, data = entry.info.key.digest, self._format.pack(entry)
-        self._call(self._writes, partial(self._backend.put, self._format.name(digest), data))
+        self._call(self._writes, self._backend.put, self._format.name(digest), data)
         self._count(sent=1, sent_bytes=len(data))
 
     def flush(self, timeout_s: float | None) -> bool:
@@ -423,10 +420,10 @@ class RemoteTier:
         with self._changed:
             self._counts.update(counts)
 
-    def _call(self, breaker: CircuitBreaker, call: Callable[[], T]) -> T:
+    def _call(self, breaker: CircuitBreaker, call: Callable[..., T], *args: object) -> T:
         """Call the backend, and note how that ended; raises `RemoteError`, whose message shows no secret."""
         try:
-            result = call()
+            result = call(*args)
         except Exception as error:  # the libraries have many kinds, and some messages show URLs with keys in them
             self._count(failures=1)
             if breaker.fail():
@@ -439,8 +436,8 @@ class RemoteTier:
     def _fetch(self, digest: str, store: Callable[[EncodedEntry], bool]) -> bool:
         """Fetch an entry, check it and have it stored; whether it is."""
         try:
-            get = partial(self._backend.get, self._format.name(digest))
-            if self._reads.pause_left_s() or (data := self._call(self._reads, get)) is None:
+            name = self._format.name(digest)
+            if self._reads.pause_left_s() or (data := self._call(self._reads, self._backend.get, name)) is None:
                 self._count(misses=1)
                 return False
             entry = self._format.unpack(digest, data)
@@ -479,7 +476,7 @@ class RemoteTier:
 
     def _try(self, digest: str, entry: EncodedEntry | None) -> bool:
         """Make a change in a few attempts; whether it is made. A `RuntimeError` says that the process ends."""
-        delete = partial(self._call, self._writes, partial(self._backend.delete, self._format.name(digest)))
+        delete = partial(self._call, self._writes, self._backend.delete, self._format.name(digest))
         change: Callable[[], None] = delete if entry is None else partial(self.send, entry)
         for attempt in range(MAX_ATTEMPTS):
             with self._changed:
