@@ -25,12 +25,7 @@ _MAX_ID = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class ChunkKey:
-    """The key of one chunk's KV; `str(key)` is its SHA-256 in hex. Make one with `ChunkKey.of`.
-
-    Args:
-        model: fingerprint of the model that computes the KV.
-        namespace: whose entry it is; tenants with different namespaces never see each other's entries.
-    """
+    """The key of one chunk's KV; `str(key)` is its SHA-256 in hex. Make one with `ChunkKey.of`."""
 
     digest: str
     model: str
@@ -56,7 +51,7 @@ class ChunkKey:
             context: names what stands between those and the chunk; see `context_digest`.
             model: fingerprint of the model.
             codec: one of `CODECS`.
-            namespace: whose entry it is.
+            namespace: whose entry it is; tenants with different namespaces never see each other's entries.
 
         Raises:
             ConfigError: an unknown codec.
@@ -93,14 +88,11 @@ def context_digest(filler_ids: Sequence[int], earlier: Iterable[Sequence[int]]) 
         filler_ids: token ids of filler passages.
         earlier: token ids of each chunk of the document that stood between them and the chunk.
     """
-    texts = [filler_ids, *earlier]
+    texts = (filler_ids, [token for chunk in earlier for token in chunk])
     if not any(map(len, texts)):
         return ""
-    digest = hashlib.sha256()
-    for token_ids in (filler_ids, [token for chunk in texts[1:] for token in chunk]):
-        digest.update(struct.pack("<q", len(token_ids)))
-        digest.update(np.asarray(token_ids, dtype="<i8").tobytes())
-    return digest.hexdigest()[:32]
+    packed = b"".join(struct.pack(f"<q{len(ids)}q", len(ids), *ids) for ids in texts)
+    return hashlib.sha256(packed).hexdigest()[:32]
 
 
 def _packed(name: str, ids: Sequence[int]) -> bytes:
@@ -216,8 +208,8 @@ class ChunkKV:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple((k_HTD, v_HTD) for k_HTD, v_HTD in self.layers))
-        object.__setattr__(self, "token_ids", _ids(self.token_ids))
-        object.__setattr__(self, "prefix_ids", _ids(self.prefix_ids))
+        object.__setattr__(self, "token_ids", tuple(map(int, self.token_ids)))
+        object.__setattr__(self, "prefix_ids", tuple(map(int, self.prefix_ids)))
         if not self.layers:
             raise InputError("a ChunkKV needs the keys and values of at least one layer; got none")
         for layer, (k_HTD, v_HTD) in enumerate(self.layers):
@@ -265,7 +257,3 @@ class ChunkKV:
 
     def encoded_layer(self, layer: int) -> EncodedLayer | None:
         return None
-
-
-def _ids(ids: Iterable[int]) -> tuple[int, ...]:
-    return tuple(int(token) for token in ids)

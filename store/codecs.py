@@ -229,5 +229,4 @@ def _spread(ranges: torch.Tensor, x_HTD: torch.Tensor, dim: int) -> LayerPair:
     return floor, step
 
 
-_ALL: tuple[Codec, ...] = (RawCodec(), Fp8Codec(), Int8Codec(), Int4Codec())
-CODECS: Mapping[str, Codec] = MappingProxyType({codec.name: codec for codec in _ALL})
+CODECS: Mapping[str, Codec] = MappingProxyType({codec.name: codec() for codec in (RawCodec, Fp8Codec, Int8Codec, Int4Codec)})

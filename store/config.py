@@ -27,11 +27,8 @@ class StoreConfig:
         cache_budgets: bytes of further tiers of copies, by their names in `CACHE_TIERS`; they stand between RAM and NVMe, the
             fastest first.
         write_queue_bytes: bytes of entries that wait to be written before a put blocks.
-        remote: the tier that several machines share: `redis://host:6379/0`, `rediss://` with TLS, `unix:///path`,
-            `s3://bucket/prefix`, `gs://`, `az://` or `file:///folder`. No text shows it, since it may hold a password.
-        remote_secret: of the deployment; with it objects have names that nobody else can compute, and bytes that nobody else
-            can make. `remote_secret_file` is a file that holds it.
-        remote_tenant: the tenant of these entries; two tenants have no object in common. A service with tenants sets it.
+        remote: no text shows it, since it may hold a password; `unix:///path` is a Redis too.
+        remote_tenant: two tenants have no object in common.
 
     Raises:
         ConfigError: an empty directory name, a number of bytes that is not a positive integer, or an unknown tier; by the

@@ -195,9 +195,12 @@ def _empty_piece(count: int) -> Bytes:
     return blocks
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class EncodedEntry:
-    """An entry in memory, never written to once it is filled; `checksums` are of each layer's tensor.
+    """An entry in memory, never written to once it is filled.
+
+    Args:
+        info: all but the keys and values.
+        checksums: of each layer's tensor.
 
     Attributes:
         pieces: the file after its header: the layers' tensors without gaps, and zeros up to a full block; each piece in
@@ -205,23 +208,18 @@ class EncodedEntry:
         bytes: of the stored tensor of each layer, a view: its shape, the last axis in bytes.
     """
 
-    info: EntryInfo
-    checksums: Sequence[str]
-    pieces: tuple[Bytes, ...] = field(init=False, repr=False)
-    bytes: tuple[Bytes, ...] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        pieces, views = [], []
-        for layers in _layers_by_piece(self.info):
-            pieces.append(_empty_piece(sum(self.info.sizes[layer] for layer in layers)))
+    def __init__(self, info: EntryInfo, checksums: Sequence[str]) -> None:
+        self.info, self.checksums, self.nbytes = info, checksums, info.nbytes
+        self.pieces: list[Bytes] = []
+        self.bytes: list[Bytes] = []
+        for layers in _layers_by_piece(info):
+            self.pieces.append(_empty_piece(sum(info.sizes[layer] for layer in layers)))
             at = 0
             for layer in layers:
-                dtype, shape = self.info.shapes[layer]
-                end = at + self.info.sizes[layer]
-                views.append(pieces[-1][at:end].reshape(*shape[:-1], shape[-1] * dtype.itemsize))
+                dtype, shape = info.shapes[layer]
+                end = at + info.sizes[layer]
+                self.bytes.append(self.pieces[-1][at:end].reshape(*shape[:-1], shape[-1] * dtype.itemsize))
                 at = end
-        object.__setattr__(self, "pieces", tuple(pieces))
-        object.__setattr__(self, "bytes", tuple(views))
 
     @classmethod
     def from_chunk(cls, key: ChunkKey, kv: ChunkKV) -> EncodedEntry:
@@ -265,10 +263,6 @@ class EncodedEntry:
         for layer, stored in enumerate(self.bytes):
             if checksum(stored) != self.checksums[layer]:
                 raise ValueError(f"layer {layer} does not match its checksum")
-
-    @property
-    def nbytes(self) -> int:
-        return self.info.nbytes
 
     def read_layer(self, layer: int) -> torch.Tensor:
         """The layer's encoded tensor, not copied."""

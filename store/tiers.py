@@ -278,7 +278,7 @@ class Placement:
         self._info, self._tier = info, tier
         self.key, self.token_ids, self.prefix_ids, self.context = info.key, info.token_ids, info.prefix_ids, info.context
         self.model, self.dtype, self.num_layers, self.nbytes = info.model, info.dtype, info.num_layers, info.nbytes
-        self.tier, self.in_memory = tier.name, tier.in_memory
+        self.tier, self.in_memory, self._is_raw = tier.name, tier.in_memory, info.key.codec == "raw"
 
     @property
     def entry(self) -> StoredEntry:
@@ -323,10 +323,6 @@ class Placement:
         entry, self._entry = self._entry, None
         if entry is not None:
             entry.close()
-
-    @property
-    def _is_raw(self) -> bool:
-        return self._info.key.codec == "raw"
 
     def _read_encoded(self, layer: int) -> torch.Tensor:
         return self._report(layer, self.entry.read_layer)

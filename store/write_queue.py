@@ -30,17 +30,11 @@ def _pending_result() -> Future[bool]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingWrite:
-    """An entry that is to be written.
-
-    Args:
-        document: whose chunk it is, where that was ingested; written only while the store knows the document in that version.
-        is_copy: the remote tier has it.
-        stored: True once the entry is durable; False where it was deleted, or its document was, before that; or the error.
-    """
+    """An entry that is to be written, the document whose chunk it is, and what came of it; see `KVStore.put`."""
 
     entry: EncodedEntry
     document: DocumentVersion | None = None
-    is_copy: bool = False
+    is_copy: bool = False  # of an object in the remote tier
     stored: Future[bool] = field(default_factory=_pending_result)
 
     @property
@@ -64,7 +58,7 @@ class WriteQueue:
         self._offers: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._thread: threading.Thread | None = None
-        self._generation = self._all_discarded_at = 0
+        self.generation = self._all_discarded_at = 0  # number of discards until now; see `add`
         self._discarded_at: dict[str, int] = {}
 
     def __contains__(self, digest: str) -> bool:
@@ -138,21 +132,16 @@ class WriteQueue:
     def discard(self, digests: Iterable[str] | None = None) -> None:
         """Let go of entries that are not to be written any more; None for all."""
         with self._changed:
-            self._generation += 1
+            self.generation += 1
             if digests is None:
-                self._all_discarded_at = self._generation
+                self._all_discarded_at = self.generation
             digests = list(self._writes if digests is None else digests)
-            self._discarded_at |= dict.fromkeys(digests, self._generation)
+            self._discarded_at |= dict.fromkeys(digests, self.generation)
             if len(self._discarded_at) > MAX_DISCARDED:  # what is forgotten counts for all
-                self._all_discarded_at = self._generation
+                self._all_discarded_at = self.generation
                 self._discarded_at.clear()
         for digest in digests:
             self.end(digest, False)
-
-    @property
-    def generation(self) -> int:
-        """Number of discards until now; see `add`."""
-        return self._generation
 
     def offer(self, job: Callable[[], None]) -> None:
         """Queue a job that is merely useful: dropped when there is much to do."""
