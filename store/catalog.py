@@ -6,7 +6,7 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -180,8 +180,8 @@ class Catalog:
             with self.database.transaction() as transaction:
                 uses = ((used_ns, digest) for digest, used_ns in touched.items())
                 transaction.executemany("UPDATE entries SET used_ns = max(used_ns, ?) WHERE digest = ?", uses)
-                transaction.executemany("DELETE FROM entries WHERE digest = ?", ((digest,) for digest in remove))
-                transaction.executemany("DELETE FROM entries WHERE digest = ?", ((entry.key.digest,) for entry in add))
+                gone = [*remove, *(entry.key.digest for entry in add)]
+                transaction.executemany("DELETE FROM entries WHERE digest = ?", ((digest,) for digest in gone))
                 _insert(transaction, add)
                 transaction.executemany("INSERT OR IGNORE INTO document_chunks VALUES (?, ?)", chunks)
         except BaseException:
@@ -223,19 +223,13 @@ class Catalog:
         wrong_pins = f"SELECT 1 FROM entries WHERE pinned != {IS_PINNED} LIMIT 1"
         return self._totals_are_wrong() or bool(self.database.rows(wrong_pins))
 
-    def count_anew(self) -> None:
-        """Count totals and pins from the rows that they follow from."""
+    def count_anew(self, file_bytes: Iterable[tuple[int, str]] = ()) -> None:
+        """Note the bytes of files, each before its digest, and count totals and pins from the rows that they follow from."""
         with self.database.transaction() as transaction:
-            _count_totals(transaction)
+            transaction.executemany("UPDATE entries SET bytes = ? WHERE digest = ?", file_bytes)
+            transaction.execute("DELETE FROM totals")
+            transaction.execute(f"INSERT INTO totals {_TOTALS}")
             transaction.execute(f"UPDATE entries SET pinned = {IS_PINNED}")
-
-    def correct_bytes(self, file_bytes: Mapping[str, int]) -> None:
-        """Note how large the files of entries are, by digest, and count totals anew."""
-        with self.database.transaction() as transaction:
-            transaction.executemany(
-                "UPDATE entries SET bytes = ? WHERE digest = ?", ((size, digest) for digest, size in file_bytes.items())
-            )
-            _count_totals(transaction)
 
     def _totals_are_wrong(self) -> bool:
         return bool(self.database.rows("SELECT * FROM totals") != self.database.rows(_TOTALS))
@@ -254,8 +248,7 @@ class Catalog:
                     transaction.execute(f"DELETE FROM {table} WHERE {_NO_DIGEST}")
         if self._totals_are_wrong():
             logger.warning("the totals of the catalog are not those of its rows, and are counted anew")
-            with self.database.transaction() as transaction:
-                _count_totals(transaction)
+            self.count_anew()
         if self.database.rows("SELECT 1 FROM entries WHERE used_ns > ? LIMIT 1", _MAX_NS):
             with self.database.transaction() as transaction:
                 transaction.execute("UPDATE entries SET used_ns = created_ns % ?", (_MAX_NS,))
@@ -277,11 +270,6 @@ class Catalog:
             )
         else:
             self._check_rows()
-
-
-def _count_totals(transaction: sqlite3.Connection) -> None:
-    transaction.execute("DELETE FROM totals")
-    transaction.execute(f"INSERT INTO totals {_TOTALS}")
 
 
 def _insert(transaction: sqlite3.Connection, entries: Iterable[CatalogEntry]) -> None:
@@ -426,19 +414,13 @@ class DocumentTable:
             own = [digest for (digest,) in self._database.rows(_OWN, id_)]
             return self._change(change, self._digests([id_]), own)
 
-    def pin(self, id_: str) -> None:
-        """Spare the document's chunks from evictions, now and when they are stored later, by every process.
+    def pin(self, id_: str, *, pinned: bool = True) -> None:
+        """Spare a document's chunks from evictions by every process, those that are stored later too; or no longer.
 
         Raises:
             InputError: there is no such document.
         """
-        self._set_pinned(id_, True)
 
-    def unpin(self, id_: str) -> None:
-        """Let the document's chunks be evicted again; raises as `pin` does."""
-        self._set_pinned(id_, False)
-
-    def _set_pinned(self, id_: str, pinned: bool) -> None:
         def change() -> int:
             with self._database.transaction() as transaction:
                 return transaction.execute("UPDATE documents SET pinned = ? WHERE id = ?", (pinned, id_)).rowcount

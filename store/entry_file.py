@@ -202,6 +202,10 @@ class NewFile:
     temporary: Path
     final: Path
 
+    @property
+    def nbytes(self) -> int:
+        return len(self.header) + self.entry.nbytes
+
 
 def write_files(files: Sequence[NewFile]) -> None:
     """Write files, all of them synced before one has its name; names are synced at the end, a folder once.
@@ -237,8 +241,8 @@ def _write_file(fd: int, file: NewFile) -> None:
     header[: len(file.header)] = np.frombuffer(file.header, np.uint8)
     for part in (header, *file.entry.pieces):
         _write(fd, part.data)
-    if (length := len(file.header) + file.entry.nbytes) % BLOCK_BYTES:
-        os.ftruncate(fd, length)
+    if file.nbytes % BLOCK_BYTES:
+        os.ftruncate(fd, file.nbytes)
 
 
 def _write(fd: int, data: memoryview) -> None:

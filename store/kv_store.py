@@ -49,15 +49,8 @@ class KVStore:
         self._pins = Pins()
         *cached, (_, nvme_budget) = config.budgets().items()
         self._caches: tuple[CacheTier, ...] = tuple(CACHE_TIERS[name](budget, self._pins) for name, budget in cached)
-        self._remote = self._open_remote()
-        try:
-            self._nvme = NvmeTier(
-                StoreFolder(Path(config.directory)), nvme_budget, self._pins, direct_reads=config.direct_reads
-            )
-        except BaseException:
-            if self._remote is not None:
-                self._remote.close()
-            raise
+        self._remote = self._open_remote()  # connects at its first use
+        self._nvme = NvmeTier(StoreFolder(Path(config.directory)), nvme_budget, self._pins, direct_reads=config.direct_reads)
         self._tiers: tuple[KVTier, ...] = (*self._caches, self._nvme)
         self._queue = WriteQueue(config.write_queue_bytes)
         self._counting = threading.Lock()
@@ -139,11 +132,10 @@ class KVStore:
 
     def find(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Whether each entry is here or in the remote tier, which is asked for all of the missing ones side by side."""
-        here = [key in self for key in keys]
-        if self._remote is None or all(here):
-            return here
-        there = self._remote.contains(key.digest for key, is_here in zip(keys, here, strict=True) if not is_here)
-        return [is_here or key.digest in there for key, is_here in zip(keys, here, strict=True)]
+        missing = {key.digest for key in keys if key not in self}
+        if self._remote is not None and missing:
+            missing -= self._remote.contains(missing)
+        return [key.digest not in missing for key in keys]
 
     def share(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
         """Send the remote tier, now, those of some entries that it lacks; returns the keys that neither side has.
@@ -160,7 +152,7 @@ class KVStore:
         for key in keys:
             if key.digest in there:
                 continue
-            if (entry := self._nvme.load(key.digest, is_use=False)) is None:
+            if (entry := self._nvme.load(key.digest)) is None:
                 lost.append(key)
             else:
                 self._remote.send(entry)
@@ -176,17 +168,16 @@ class KVStore:
         """
         self._check_open()
         digests = [key.digest for key in keys]
-        with self._pins.hold(digests), ExitStack() as placed:
+        with self._pins.hold(digests), ExitStack() as ends:
             placements: list[Placement | None] = []
             for digest in digests:
                 found = self._open(digest)
                 self._count(_MISSES if found is None else found[1].name)
                 if (placement := None if found is None else Placement(*found)) is not None:
-                    placed.callback(placement.release)
+                    ends.callback(placement.release)
                 placements.append(placement)
             yield placements
-        found_ones = [placement for placement in placements if placement is not None]
-        if wanted := [placement.key.digest for placement in found_ones if self._is_worth_a_copy(placement)]:
+        if wanted := [placed.key.digest for placed in placements if placed is not None and self._is_worth_a_copy(placed)]:
             self._queue.offer(partial(self._promote, wanted))
 
     def delete(self, key: ChunkKey) -> bool:
@@ -221,7 +212,8 @@ class KVStore:
 
     def release_reserve(self) -> bool:
         """Give up the room on the disk that is reserved for removals, for a removal beside this store; False if it is gone."""
-        return self._live.release_reserve()
+        with self.exclusive():
+            return self._nvme.reserve.release()
 
     @property
     def documents(self) -> DocumentTable:
@@ -391,7 +383,7 @@ class KVStore:
             if self._closed:
                 return
             # The pin was the use: a later one here would put the entry before what was used since.
-            if digest not in self._caches[0] and (entry := self._nvme.load(digest, is_use=False)) is not None:
+            if digest not in self._caches[0] and (entry := self._nvme.load(digest)) is not None:
                 self._cache(entry)
 
     def _write(self, writes: Sequence[PendingWrite]) -> None:
@@ -416,15 +408,16 @@ class KVStore:
             self._give_up(first, error)
 
     def _write_group(self, group: Sequence[PendingWrite]) -> None:
+        """Write entries in one commit; where they have no room together, one by one."""
         try:
             if group:
                 self._write(group)
-        except Exception:  # entries that have no room together may have it one by one
-            for write in group:
-                try:
-                    self._write([write])
-                except Exception as error:
-                    self._give_up(write, error)
+        except Exception as error:
+            if len(group) == 1:
+                self._give_up(group[0], error)
+            else:
+                for write in group:
+                    self._write_group([write])
 
     def _give_up(self, write: PendingWrite, error: Exception) -> None:
         logger.error("entry %s was not written: %s", write.digest, error)

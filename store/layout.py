@@ -66,9 +66,8 @@ class StoreFolder:
     def entry_path(self, digest: str) -> Path:
         return self._entries / digest[:2] / digest
 
-    def new_entry_paths(self, digests: Iterable[str]) -> list[Path]:
-        """Paths for entries' files; makes their folders."""
-        paths = [self.entry_path(digest) for digest in digests]
+    def make_entry_folders(self, paths: Iterable[Path]) -> None:
+        """Make the folders of entries' files."""
         missing = [folder for folder in {path.parent for path in paths} if not folder.is_dir()]
         try:
             for folder in missing:
@@ -77,7 +76,6 @@ class StoreFolder:
                 sync_folder(self._entries)
         except OSError as error:
             raise write_error(self._entries, error) from error
-        return paths
 
     def entry_files(self) -> Iterator[Path]:
         """Every file of the entries' folders, in order."""

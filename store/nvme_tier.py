@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -17,7 +17,7 @@ from .entry import EncodedEntry, EntryInfo, pack_header
 from .entry_file import EntryFile, NewFile, check_direct_reads, write_files
 from .layout import Journal, Reserve, StoreFolder, WriteLock
 from .tiers import NVME, Pins, read_entry
-from .write_queue import DocumentVersion, PendingWrite
+from .write_queue import PendingWrite
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -41,9 +41,6 @@ class VerifyReport:
     def ok(self) -> bool:
         return not (self.damaged or self.missing or self.mismatched or self.orphans or self.leftovers or self.miscounted)
 
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self) | {"ok": self.ok}
-
 
 class NvmeTier:
     """The durable `KVTier`: files and rows of entries. Thread-safe, and safe among processes.
@@ -66,7 +63,7 @@ class NvmeTier:
             opened.callback(self._lock.close)
             self._journal = Journal(folder.journal)
             opened.callback(self._journal.close)
-            self._reserve = Reserve(folder.reserve)
+            self.reserve = Reserve(folder.reserve)
             with self._lock:
                 self.catalog = self.on_full_disk_too(lambda: Catalog(folder.catalog, self._entries_of_files))
                 opened.callback(self.catalog.close)
@@ -75,7 +72,7 @@ class NvmeTier:
                 if self.size()[1] > budget_bytes:
                     self._correct_sizes()
                 self.shrink()
-                self._reserve.refill()
+                self.reserve.refill()
             self._opened = opened.pop_all()
 
     def close(self) -> None:
@@ -112,7 +109,7 @@ class NvmeTier:
         try:
             return change()
         except StoreFullError:
-            if not self._reserve.release() and not digests:
+            if not self.reserve.release() and not digests:
                 raise
         try:
             return change()
@@ -120,11 +117,6 @@ class NvmeTier:
             for digest in digests:
                 self.folder.entry_path(digest).unlink(missing_ok=True)
             return change()
-
-    def release_reserve(self) -> bool:
-        """Free the room that is reserved for removals, for a removal outside this store; the next change reserves it again."""
-        with self.exclusive():
-            return self._reserve.release()
 
     def __contains__(self, digest: str) -> bool:
         return not self._pins.is_evicting(digest) and digest in self.catalog
@@ -148,52 +140,39 @@ class NvmeTier:
             self.catalog.touch(digest)
         return file
 
-    def load(self, digest: str, *, is_use: bool = True) -> EncodedEntry | None:
-        """Read an entry; None for a miss. A damaged file is set aside and is a miss."""
-        return None if (file := self.open(digest, is_use=is_use)) is None else read_entry(file, self)
+    def load(self, digest: str) -> EncodedEntry | None:
+        """Read an entry, which is not a use; None for a miss. A damaged file is set aside and is a miss."""
+        return None if (file := self.open(digest, is_use=False)) is None else read_entry(file, self)
 
     def write(self, writes: Sequence[PendingWrite]) -> Sequence[str]:
         """Store entries, all of them, durable on return; returns the digests of the evicted ones.
 
         A chunk of a document that the store does not know any more, or not in that version, is left out, unless another
-        document has it. Of the others those without a namespace are noted as their documents'.
-
-        Raises:
-            StoreFullError: the disk is full, or the budget less what is pinned has no room.
-            StoreDirectoryError: the folder cannot be written.
+        document has it. Of the others those without a namespace are noted as their documents'. Raises as `KVStore.put` does.
         """
         with self.exclusive():
             documents = {write.document for write in writes if write.document is not None}
             known = {document for document in documents if self.catalog.document_version(document[0]) == document[1]}
-            new: dict[str, EncodedEntry] = {}
+            new: dict[str, NewFile] = {}
+            chunks: list[tuple[str, str]] = []
             for write in writes:
-                if not self._is_wanted(write, known):
+                digest, may_belong = write.digest, not write.entry.info.key.namespace
+                if write.document in known:
+                    if may_belong:
+                        chunks.append((write.document[0], digest))
+                elif write.document is not None and not (may_belong and self.catalog.has_document(digest)):
                     continue
-                if write.digest in self.catalog:
-                    self.catalog.touch(write.digest)
+                if digest in self.catalog:
+                    self.catalog.touch(digest)
                 else:
-                    new[write.digest] = write.entry
+                    header = pack_header(write.entry.info, write.entry.checksums)
+                    new[digest] = NewFile(header, write.entry, self.folder.writing / digest, self.folder.entry_path(digest))
             if not new:
                 return ()
-            chunks = [
-                (write.document[0], write.digest)
-                for write in writes
-                if write.document is not None and write.document in known and not write.entry.info.key.namespace
-            ]
-            headers = {digest: pack_header(entry.info, entry.checksums) for digest, entry in new.items()}
-            file_bytes = sum(len(headers[digest]) + entry.nbytes for digest, entry in new.items())
-            with self._evicting(file_bytes) as victims, self.changing([*new, *victims]):
-                paths = self.folder.new_entry_paths(new)
-                write_files(
-                    [
-                        NewFile(headers[digest], entry, self.folder.writing / digest, path)
-                        for (digest, entry), path in zip(new.items(), paths, strict=True)
-                    ]
-                )
-                rows = [
-                    _row(entry.info, len(headers[digest]) + entry.nbytes, self.catalog.now_ns())
-                    for digest, entry in new.items()
-                ]
+            with self._evicting(sum(file.nbytes for file in new.values())) as victims, self.changing([*new, *victims]):
+                self.folder.make_entry_folders(file.final for file in new.values())
+                write_files(list(new.values()))
+                rows = [_row(file.entry.info, file.nbytes, self.catalog.now_ns()) for file in new.values()]
                 self.catalog.change(add=rows, remove=victims, chunks=chunks)
             return victims
 
@@ -306,25 +285,17 @@ class NvmeTier:
             raise DamagedEntryError(f"{path} is not where its entry belongs")
         return _row(file.info, file.file_bytes, min(file.written_ns, time.time_ns()))
 
-    def _is_wanted(self, write: PendingWrite, known: Collection[DocumentVersion]) -> bool:
-        """Whether an entry may be stored as far as its document goes; under the lock, without which no document changes."""
-        if write.document is None or write.document in known:
-            return True
-        return not write.entry.info.key.namespace and self.catalog.has_document(write.digest)
-
     def _correct_sizes(self) -> None:
         """Hold rows against their files before an opening evicts: a number that a bad disk altered must not empty the store."""
-        wrong: dict[str, int] = {}
+        wrong: list[tuple[int, str]] = []
         for row in self.catalog.entries():
-            try:
+            with suppress(FileNotFoundError):
                 file_bytes = self.folder.entry_path(row.key.digest).stat().st_size
-            except FileNotFoundError:
-                continue
-            if file_bytes != row.bytes:
-                wrong[row.key.digest] = file_bytes
+                if file_bytes != row.bytes:
+                    wrong.append((file_bytes, row.key.digest))
         if wrong:
             logger.warning("the catalog was wrong about the sizes of %d files: they are noted as they are", len(wrong))
-            self.catalog.correct_bytes(wrong)
+            self.catalog.count_anew(wrong)
 
     @contextmanager
     def _evicting(self, file_bytes: int) -> Iterator[list[str]]:
@@ -379,7 +350,7 @@ class NvmeTier:
                     for path in (self.folder.writing / digest, self.folder.entry_path(digest)):
                         path.unlink(missing_ok=True)
             self._journal.end()
-            self._reserve.refill()
+            self.reserve.refill()
         except (OSError, StoreError) as error:
             logger.warning("files of entries that are gone stay until the next change: %s", error)
 

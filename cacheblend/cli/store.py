@@ -111,7 +111,7 @@ def verify(
             index = indexed.verify(repair=repair)
     ok = report.ok and (index is None or index.ok)
     if as_json:
-        terminal.print_json({**report.as_dict(), "index": None if index is None else dataclasses.asdict(index), "ok": ok})
+        terminal.print_json({**dataclasses.asdict(report), "index": index and dataclasses.asdict(index), "ok": ok})
     else:
         _print_found(report, index)
         if not ok:

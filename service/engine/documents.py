@@ -269,9 +269,8 @@ class Documents:
 
         Raises InputError if there is no such document, or its KV was never ingested.
         """
-        table = self._store.documents
         for part in self._statuses(id_):
-            (table.pin if pinned else table.unpin)(part.id)
+            self._store.documents.pin(part.id, pinned=pinned)
         return self.status(id_)
 
 

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -185,7 +186,7 @@ def act(store: KVStore, choose: random.Random) -> None:
             store.documents.put([(document, str(choose.randrange(3)), choose.sample(KEYS, 2))])
         case 7:
             if store.documents.get(document) is not None:
-                choose.choice([store.documents.delete, store.documents.unpin])(document)
+                choose.choice([store.documents.delete, partial(store.documents.pin, pinned=False)])(document)
         case 8:
             store.verify(repair=choose.random() < 0.5)
 

@@ -320,7 +320,7 @@ def test_removals_on_a_full_disk(open_store, monkeypatch, freed: str, operation:
     assert {row.key for row in store.ls()} == {key for key, _ in PAIRS} - gone
     assert same(store.get(PAIRS[1][0]), PAIRS[1][1])
     assert store.verify().ok
-    store.documents.unpin("b")
+    store.documents.pin("b", pinned=False)
     store.delete(PAIRS[2][0])
     assert (Path(store.config.directory) / "reserve").stat().st_size == RESERVE_BYTES
 

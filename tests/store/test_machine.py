@@ -128,12 +128,8 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from("ab"), pinned=st.booleans())
     def pin_document(self, name: str, pinned: bool) -> None:
         if name in self.documents:
-            if pinned:
-                self.store.documents.pin(name)
-                self.pinned_documents.add(name)
-            else:
-                self.store.documents.unpin(name)
-                self.pinned_documents.discard(name)
+            self.store.documents.pin(name, pinned=pinned)
+            self.pinned_documents = self.pinned_documents - {name} | ({name} if pinned else set())
 
     @rule()
     @precondition(lambda self: not self.pins)
