@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -88,29 +88,21 @@ def other_operators() -> Iterator[None]:
     cpu_modules.operators_serve.cache_clear()
 
 
-def no_operator(weight_OI: torch.Tensor) -> torch.Tensor:
-    """An operator that is gone."""
-    return torch.ops.mkldnn._no_such_operator(weight_OI)
+OTHER_OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gone": lambda weight_OI: torch.ops.mkldnn._no_such_operator(weight_OI),
+    "other arguments": lambda weight_OI: torch.ops.mkldnn._reorder_linear_weight(weight_OI, 1, 2, 3),
+    "other meaning": lambda weight_OI: torch.ops.mkldnn._reorder_linear_weight(2 * weight_OI, 16),
+}
 
 
-def other_arguments(weight_OI: torch.Tensor) -> torch.Tensor:
-    """An operator that takes other arguments now."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight_OI, 1, 2, 3)
-
-
-def other_meaning(weight_OI: torch.Tensor) -> torch.Tensor:
-    """An operator that does something else now."""
-    return torch.ops.mkldnn._reorder_linear_weight(2 * weight_OI, 16)
-
-
-@pytest.mark.parametrize("change", [no_operator, other_arguments, other_meaning])
+@pytest.mark.parametrize("change", OTHER_OPERATORS)
 @pytest.mark.usefixtures("other_operators")
-def test_without_operators(change: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_operators(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a PyTorch without the operators, or with others of their names, weights stay as they are."""
     model = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)
     assert cpu_modules.is_worth_packing(model)
     cpu_modules.operators_serve.cache_clear()
-    monkeypatch.setattr(cpu_modules, "_pack", change)
+    monkeypatch.setattr(cpu_modules, "_pack", OTHER_OPERATORS[change])
     assert not cpu_modules.is_worth_packing(model)
     assert Fusor(model).prefill([1, 2, 3]).logits.isfinite().all()
 
