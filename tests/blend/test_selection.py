@@ -15,7 +15,6 @@ from tiny_models import tiny_model
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.blend import SELECTORS, ExplicitPositions, FusionConfig, Fusor, Schedule, Segment, SelectionStep
-from cacheblend.blend.selectors.selector import layer_counts
 
 BAD_RATIOS: list[Any] = [-0.1, 1.1, float("nan"), "0.15", True]
 
@@ -23,7 +22,7 @@ BAD_RATIOS: list[Any] = [-0.1, 1.1, float("nan"), "0.15", True]
 @given(reusable=st.integers(0, 5000), layers=st.integers(1, 80), ratio=st.floats(0, 1), spread=st.floats(0, 1))
 def test_counts_fall_and_keep_the_mean(reusable: int, layers: int, ratio: float, spread: float) -> None:
     """Counts never rise from layer to layer, stay within the tokens there are, and their mean is the ratio."""
-    counts = layer_counts(reusable, layers, ratio, spread)
+    counts = Schedule(spread).counts(reusable, layers, ratio)[1:]
     assert len(counts) == layers - 1
     assert all(0 <= later <= earlier <= reusable for earlier, later in pairwise(counts))
     if counts:
@@ -39,7 +38,7 @@ def test_counts_fall_and_keep_the_mean(reusable: int, layers: int, ratio: float,
 )
 def test_bucketed_counts_keep_the_mean(reusable: int, fresh: int, layers: int, ratio: float, spread: float) -> None:
     """Counts beside any number of fresh rows fall too, and their mean is the ratio to a hundredth of it."""
-    counts, exact = (layer_counts(reusable, layers, ratio, spread, beside) for beside in (fresh, None))
+    counts, exact = (Schedule(spread).counts(reusable, layers, ratio, beside)[1:] for beside in (fresh, None))
     assert all(0 <= later <= earlier <= reusable for earlier, later in pairwise(counts))
     assert abs(sum(counts) - sum(exact)) <= 0.01 * sum(exact)
 
@@ -64,8 +63,8 @@ def test_prompts_of_other_lengths_have_the_same_numbers_of_rows() -> None:
 @pytest.mark.parametrize(("ratio", "first", "last"), [(0.15, 190, 105), (1.0, 1000, 1000), (0.9, 990, 800), (0.0, 0, 0)])
 def test_gradual_ratios_lie_around_the_mean(ratio: float, first: int, last: int) -> None:
     """Ratios fall from 1.3 to 0.7 of the mean, less steeply where they would pass 1."""
-    counts = layer_counts(1000, 12, ratio, 0.3)
-    assert (counts[0], counts[-1]) == (first, last)
+    counts = Schedule(0.3).counts(1000, 12, ratio)
+    assert (counts[1], counts[-1]) == (first, last)
 
 
 def step_at(layer: int, candidates: int, reusable: int, **known: torch.Tensor) -> SelectionStep:
