@@ -104,9 +104,19 @@ def from_options(config: type[T], values: Mapping[str, Any], base: T | None = No
     Raises:
         ConfigError: there is no such field, or a value is not allowed.
     """
-    own, nested = _sorted_out(config, values)
-    for name, parts in nested.items():
-        own[name] = from_options(_nested(config)[name], parts, None if base is None else getattr(base, name))
+    given = {name: value for name, value in values.items() if value is not None}
+    own = {each.name: given.pop(each.name) for each in fields(cast(Any, config)) if each.name in given}
+    nested = _nested(config)
+    parts = {name: {each: given.pop(each) for each in options_of(nested[name]) if each in given} for name in nested}
+    if given:
+        refuse_gone(given)
+        known = {each.name for each in fields(cast(Any, config))} | options_of(config).keys()
+        raise ConfigError("option", min(given), f"{config.__name__} has {', '.join(sorted(known))}")
+    for name, options in parts.items():
+        if options and name in own:
+            raise ConfigError(name, own[name], f"not beside {', '.join(sorted(options))}, which it has")
+        if options:
+            own[name] = from_options(nested[name], options, None if base is None else getattr(base, name))
     return config(**own) if base is None else cast(T, replace(cast(Any, base), **own))
 
 
@@ -121,27 +131,10 @@ def refuse_gone(names: Iterable[str]) -> None:
             raise ConfigError("option", name, f"the option is gone; in its place: {GONE_OPTIONS[name]}")
 
 
-def _sorted_out(config: type, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """The values of a config's own fields, and those of each nested config's options."""
-    given = {name: value for name, value in values.items() if value is not None}
-    own = {each.name: given.pop(each.name) for each in fields(cast(Any, config)) if each.name in given}
-    nested: dict[str, dict[str, Any]] = {}
-    for name, kind in _nested(config).items():
-        if parts := {part: given.pop(part) for part in options_of(kind).keys() & given.keys()}:
-            nested[name] = parts
-        if parts and name in own:
-            raise ConfigError(name, own[name], f"not beside {', '.join(sorted(parts))}, which it has")
-    if given:
-        refuse_gone(given)
-        known = {each.name for each in fields(cast(Any, config))} | options_of(config).keys()
-        raise ConfigError("option", min(given), f"{config.__name__} has {', '.join(sorted(known))}")
-    return own, nested
-
-
 def _walk(config: type) -> Iterator[Option]:
     hints = get_type_hints(config)
     for each in fields(cast(Any, config)):
-        if each.name in _nested(config):
+        if is_dataclass(hints[each.name]):
             yield from _walk(hints[each.name])
         elif _KEY in each.metadata:
             help_, choices, panel = each.metadata[_KEY]
