@@ -6,6 +6,7 @@ import logging
 import math
 import statistics
 import threading
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -178,12 +179,10 @@ class LoadingController:
             pipeline = self._pipeline(request, ratio)
             return pipeline.waits_for_last and pipeline.total_s <= limit_s
 
-        lowest, highest = math.ceil(quality * RATIO_STEP), math.floor(self.config.max_ratio * RATIO_STEP)
-        while lowest < highest:
-            middle = (lowest + highest + 1) // 2
-            lowest, highest = (middle, highest) if hides(middle / RATIO_STEP) else (lowest, middle - 1)
-        found = lowest / RATIO_STEP
-        return found if quality <= found <= self.config.max_ratio and hides(found) else quality
+        steps = range(math.ceil(quality * RATIO_STEP), math.floor(self.config.max_ratio * RATIO_STEP) + 1)
+        hiding = bisect_left(steps, True, key=lambda step: not hides(step / RATIO_STEP))  # how many of the steps hide
+        found = steps[hiding - 1] / RATIO_STEP if hiding else quality
+        return min(max(found, quality), self.config.max_ratio)  # which are no multiples
 
     def _pipeline(self, request: _Request, ratio: float) -> Pipeline:
         """The steps on one clock."""

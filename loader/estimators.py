@@ -111,12 +111,19 @@ class RecomputeEstimator:
         is_contiguous = counts[0] in (0, reusable)  # fresh tokens are mostly contiguous too
         seconds = [float(self._layer_0 @ _of_length(rows) if is_contiguous else self._later @ _of_rows(tokens, rows, 0))]
         for layer, (before, after) in enumerate(itertools.pairwise(counts), start=1):
-            rows, projected = after + fresh, before + fresh if after < before else 0
-            if layer == self.layers - 1:  # only the last position of the prompt; of the others K and V
-                rows, projected = 1, projected or rows
+            rows, projected = work_of(layer, self.layers, before + fresh, after + fresh)
             seconds.append(float(self._later @ _of_rows(tokens, rows, projected)))
         seconds[-1] += self._logits_s
         return seconds
+
+
+def work_of(layer: int, layers: int, before: int, rows: int) -> tuple[int, int]:
+    """Rows that a later layer runs, and rows of which it projects K and V alone, after a layer that ran `before` rows.
+
+    A layer that drops rows has compared them all. The last layer runs the prompt's last position, and projects the others.
+    """
+    projected = before if rows < before else 0
+    return (1, projected or rows) if layer == layers - 1 else (rows, projected)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

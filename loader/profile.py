@@ -114,8 +114,8 @@ class Profile:
         Raises:
             ProfileError: the profile is of another model, device or torch.
         """
-        own = {"model": self.model, "device": self.device, "torch": self.torch_version}
-        _refuse_others("the profile", "profile", own, {"model": model, "device": device, "torch": torch.__version__})
+        torch_versions = self.torch_version, torch.__version__
+        _refuse_others("the profile", "profile", model=(self.model, model), device=(self.device, device), torch=torch_versions)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -303,8 +303,8 @@ def read_calibration(directory: Path, *, model: str, prefix: str) -> Calibration
     with _values_of(path, "calibrate", CALIBRATION_FORMAT) as values:
         values["measures"], values["thresholds"] = Measures(**values["measures"]), Thresholds(**values["thresholds"])
         calibration = Calibration(**values)
-    own = {"model": calibration.model, "prefix": calibration.prefix}
-    _refuse_others(str(path), "calibrate", own, {"model": model, "prefix": prefix})
+    found = {"model": (calibration.model, model), "prefix": (calibration.prefix, prefix)}
+    _refuse_others(str(path), "calibrate", **found)
     return calibration
 
 
@@ -326,12 +326,11 @@ def write_calibration(directory: Path, calibration: Calibration) -> Path:
     return _write(calibration_path(directory, model=calibration.model, prefix=calibration.prefix), calibration.as_dict())
 
 
-def _refuse_others(what: str, command: str, own: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    for name, value in wanted.items():
-        if own[name] != value:
-            raise ProfileError(
-                f"{what} is of another {name}: {own[name]!r}, and this is {value!r}; run `cacheblend {command}` here"
-            )
+def _refuse_others(what: str, command: str, **found: tuple[str, str]) -> None:
+    """Refuse a file one of whose own names is not the one that is looked for."""
+    for name, (own, wanted) in found.items():
+        if own != wanted:
+            raise ProfileError(f"{what} is of another {name}: {own!r}, and this is {wanted!r}; run `cacheblend {command}` here")
 
 
 @contextmanager

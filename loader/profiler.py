@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,6 +22,7 @@ from cacheblend.base.options import check_whole
 from cacheblend.blend import FusionConfig, LayerKV, Prompt, Segment
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
 
+from .estimators import work_of
 from .layer_loader import LayerLoader
 from .profile import LayerSample, PrefillSample, Profile, TierSpeed, describe_device
 
@@ -29,9 +31,162 @@ if TYPE_CHECKING:
 
     from .layer_loader import LoaderConfig
 
-CHUNKS = 6
-MODEL = "tier-speed"
-MAX_BYTES = 512 * 2**20
+logger = logging.getLogger(__name__)
+# Of the tiers: chunks of a prompt, the model that they are of, and the largest prompt.
+CHUNKS, MODEL, MAX_BYTES = 6, "tier-speed", 512 * 2**20
+LENGTHS = (256, 1024, 4096)
+RATIOS = (0.05, 0.15, 0.5, 1.0)
+QUESTION_TOKENS = 32
+# Layers of a blend that are timed; later ones repeat them: layer 0 runs all rows, layer 1 projects every row and drops many,
+# layer 2 does not check, layer 3 does again.
+LAYERS_TIMED = 5
+PATIENCE_S = 2.0
+
+Progress = Callable[[str, int, int], None]
+Sample = TypeVar("Sample", PrefillSample, LayerSample)
+
+
+def measure_profile(
+    fusor: Fusor,
+    directory: Path,
+    config: LoaderConfig,
+    *,
+    chunk_tokens: int = 512,
+    lengths: Sequence[int] | None = None,
+    ratios: Sequence[float] = RATIOS,
+    repeats: int = 3,
+    on_progress: Progress | None = None,
+) -> Profile:
+    """Measure a model on its device, and the tiers of the disk that a folder is on, in seconds to minutes.
+
+    The results are medians of `repeats` rounds after one warm-up, with the device synchronised. A round measures every length
+    and ratio once, so that a disturbance of seconds does not slow all measurements of one length. Lengths beyond the model's
+    positions are cut. Default lengths stop after one whose full prefill exceeded `PATIENCE_S`.
+
+    Args:
+        fusor: the model.
+        directory: a folder on the disk of the store; files written there are removed.
+        config: reads in flight and look-ahead of the loader.
+        chunk_tokens: size of the reads.
+        lengths: prompt lengths in tokens; None for `LENGTHS`.
+        ratios: recompute ratios.
+        repeats: number of measurements of each.
+        on_progress: called with "profile", measurements done, and measurements in all.
+
+    Raises:
+        ConfigError: a length or ratio is missing or outside its range.
+    """
+    patience_s = PATIENCE_S if lengths is None else float("inf")
+    lengths = LENGTHS if lengths is None else lengths
+    if not lengths or min(lengths) < 1:
+        raise ConfigError("lengths", tuple(lengths), "at least one, each of 1 token or more")
+    if not ratios or not all(0 < ratio <= 1 for ratio in ratios):
+        raise ConfigError("ratios", tuple(ratios), "at least one, each above 0 and at most 1")
+    check_whole("repeats", repeats)
+    limit = fusor.max_positions or max(lengths)
+    lengths = sorted({min(length, limit) for length in lengths})
+    report = on_progress or (lambda *_: None)
+    prefill, blend = _measure_rounds(fusor, lengths, ratios, repeats, patience_s, report)
+    geometry = fusor.decoder.geometry
+    profile = Profile(
+        model=fusor.fingerprint,
+        device=describe_device(geometry.device),
+        torch_version=torch.__version__,
+        layers=geometry.layers,
+        layer_token_bytes=geometry.layer_bytes(1),
+        prefill=prefill,
+        blend=blend,
+        logits_s=_logits_s(fusor, repeats),
+        tiers=measure_tiers(geometry, directory, config, chunk_tokens=chunk_tokens, repeats=repeats),
+    )
+    steps = (repeats + 1) * len(prefill) + 1
+    report("profile", steps, steps)
+    return profile
+
+
+def _measure_rounds(
+    fusor: Fusor, lengths: Sequence[int], ratios: Sequence[float], repeats: int, patience_s: float, report: Progress
+) -> tuple[tuple[PrefillSample, ...], tuple[LayerSample, ...]]:
+    """Medians of every length and ratio over the rounds; lengths after one whose prefill exceeded the patience are left out."""
+    prefill: list[list[PrefillSample]] = []  # of each round
+    blend: list[list[LayerSample]] = []
+    for number in range(repeats + 1):  # the first one warms up
+        prefill.append([])
+        blend.append([])
+        for at, tokens in enumerate(lengths):
+            seconds = _seconds(partial(fusor.prefill, [0] * tokens), fusor)
+            prefill[-1].append(PrefillSample(tokens=tokens, seconds=seconds))
+            for ratio in ratios:
+                blend[-1] += _blend_layers(fusor, tokens, ratio)
+            report("profile", number * len(lengths) + at + 1, (repeats + 1) * len(lengths) + 1)
+            if number == 0 and seconds > patience_s:
+                break
+        if left_out := lengths[len(prefill[-1]) :]:
+            named = ", ".join(map(str, left_out))
+            logger.warning("lengths %s were left out: a prefill of %d tokens took over %g s", named, tokens, patience_s)
+        lengths = lengths[: len(prefill[-1])]
+    return _medians(prefill[1:]), _medians(blend[1:])
+
+
+class _OneLayer:
+    """A source that returns one buffer on the device for every layer, at once: only computing is timed."""
+
+    def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
+        self._layer_kv = LayerKV.empty(geometry, len(prompt))
+        for x_1HND in (self._layer_kv.k_1HND, self._layer_kv.v_1HND):
+            x_1HND.normal_()
+
+    def synchronize(self, layer: int) -> LayerKV:
+        return self._layer_kv
+
+
+def _logits_s(fusor: Fusor, repeats: int) -> float:
+    with torch.no_grad():
+        hidden_1SM = fusor.decoder.embed(torch.zeros(1, dtype=torch.long, device=fusor.decoder.device))
+        return statistics.median([_seconds(partial(fusor.decoder.logits, hidden_1SM), fusor) for _ in range(repeats + 1)][1:])
+
+
+def _blend_layers(fusor: Fusor, tokens: int, ratio: float) -> list[LayerSample]:
+    """The first layers of a blend."""
+    question = max(1, min(QUESTION_TOKENS, tokens // 4))
+    stored = [0] * (tokens - question)
+    segments = [Segment([0] * question)]
+    if stored:
+        geometry = fusor.runner.geometry
+        nothing_HTD = torch.empty((geometry.kv_heads, 1, geometry.head_dim), dtype=geometry.dtype).expand(-1, len(stored), -1)
+        nothing = [(nothing_HTD, nothing_HTD)] * geometry.layers  # one token's memory: only the compute is timed
+        segments.insert(0, Segment(stored, ChunkKV(nothing, stored, model=fusor.fingerprint)))
+    samples: list[LayerSample] = []
+    before, layers = 0, fusor.decoder.geometry.layers
+    with closing(fusor.fuse_steps(segments, FusionConfig(recompute_ratio=ratio, selector="gradual"), _OneLayer())) as steps:
+        for layer in range(min(LAYERS_TIMED, layers)):
+            started = time.perf_counter()
+            chosen = next(steps).recomputed
+            _synchronize(fusor.decoder.device)
+            seconds = time.perf_counter() - started
+            rows, projected = work_of(layer, layers, before, chosen) if layer else (chosen, 0)
+            samples.append(LayerSample(layer=layer, tokens=tokens, rows=rows, projected=projected, seconds=seconds))
+            before = chosen
+    return samples
+
+
+def _medians(turns: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:
+    """Each sample with the median of its seconds over all rounds."""
+    return tuple(
+        replace(same[0], seconds=statistics.median(sample.seconds for sample in same)) for same in zip(*turns, strict=True)
+    )
+
+
+def _seconds(call: Callable[[], object], fusor: Fusor) -> float:
+    started = time.perf_counter()
+    call()
+    _synchronize(fusor.decoder.device)
+    return time.perf_counter() - started
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def measure_tiers(
@@ -106,8 +261,7 @@ def _load_s(store: KVStore, keys: list[ChunkKey], geometry: KVGeometry, config: 
         loader.start(prompt, geometry, reuse_layer_0=True)
         for layer in range(geometry.layers):
             loader.synchronize(layer)
-        if geometry.device.type == "cuda":
-            torch.cuda.synchronize(geometry.device)
+        _synchronize(geometry.device)
         return time.perf_counter() - started
 
 
@@ -121,165 +275,3 @@ def drop_page_cache(paths: Iterable[Path]) -> None:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
-
-
-LENGTHS = (256, 1024, 4096)
-RATIOS = (0.05, 0.15, 0.5, 1.0)
-QUESTION_TOKENS = 32
-# Layers of a blend that are timed; later ones repeat them: layer 0 runs all rows, layer 1 projects every row and drops many,
-# layer 2 does not check, layer 3 does again.
-LAYERS_TIMED = 5
-logger = logging.getLogger(__name__)
-PATIENCE_S = 2.0
-
-Progress = Callable[[str, int, int], None]
-Sample = TypeVar("Sample", PrefillSample, LayerSample)
-
-
-def measure_profile(
-    fusor: Fusor,
-    directory: Path,
-    config: LoaderConfig,
-    *,
-    chunk_tokens: int = 512,
-    lengths: Sequence[int] | None = None,
-    ratios: Sequence[float] = RATIOS,
-    repeats: int = 3,
-    on_progress: Progress | None = None,
-) -> Profile:
-    """Measure a model on its device, and the tiers of the disk that a folder is on, in seconds to minutes.
-
-    The results are medians of `repeats` rounds after one warm-up, with the device synchronised. A round measures every length
-    and ratio once, so that a disturbance of seconds does not slow all measurements of one length. Lengths beyond the model's
-    positions are cut. Default lengths stop after one whose full prefill exceeded `PATIENCE_S`.
-
-    Args:
-        fusor: the model.
-        directory: a folder on the disk of the store; files written there are removed.
-        config: reads in flight and look-ahead of the loader.
-        chunk_tokens: size of the reads.
-        lengths: prompt lengths in tokens; None for `LENGTHS`.
-        ratios: recompute ratios.
-        repeats: number of measurements of each.
-        on_progress: called with "profile", measurements done, and measurements in all.
-
-    Raises:
-        ConfigError: a length or ratio is missing or outside its range.
-    """
-    patience_s = PATIENCE_S if lengths is None else float("inf")
-    lengths = LENGTHS if lengths is None else lengths
-    if not lengths or min(lengths) < 1:
-        raise ConfigError("lengths", tuple(lengths), "at least one, each of 1 token or more")
-    if not ratios or not all(0 < ratio <= 1 for ratio in ratios):
-        raise ConfigError("ratios", tuple(ratios), "at least one, each above 0 and at most 1")
-    check_whole("repeats", repeats)
-    limit = fusor.max_positions or max(lengths)
-    lengths = sorted({min(length, limit) for length in lengths})
-    report = on_progress or (lambda *_: None)
-    prefill, blend = _measure_rounds(fusor, lengths, ratios, repeats, patience_s, report)
-    geometry = fusor.decoder.geometry
-    profile = Profile(
-        model=fusor.fingerprint,
-        device=describe_device(geometry.device),
-        torch_version=torch.__version__,
-        layers=geometry.layers,
-        layer_token_bytes=geometry.layer_bytes(1),
-        prefill=prefill,
-        blend=blend,
-        logits_s=_logits_s(fusor, repeats),
-        tiers=measure_tiers(geometry, directory, config, chunk_tokens=chunk_tokens, repeats=repeats),
-    )
-    steps = (repeats + 1) * len(lengths) + 1
-    report("profile", steps, steps)
-    return profile
-
-
-def _measure_rounds(
-    fusor: Fusor, lengths: Sequence[int], ratios: Sequence[float], repeats: int, patience_s: float, report: Progress
-) -> tuple[tuple[PrefillSample, ...], tuple[LayerSample, ...]]:
-    """Medians of every length and ratio over the rounds; lengths after one whose prefill exceeded the patience are left out."""
-    prefill: list[list[PrefillSample]] = []  # of each round
-    blend: list[list[LayerSample]] = []
-    for number in range(repeats + 1):  # the first one warms up
-        prefill.append([])
-        blend.append([])
-        for at, tokens in enumerate(lengths):
-            prefill[-1].append(_prefill(fusor, tokens))
-            for ratio in ratios:
-                blend[-1] += _blend_layers(fusor, tokens, ratio)
-            report("profile", number * len(lengths) + at + 1, (repeats + 1) * len(lengths) + 1)
-            if number == 0 and prefill[-1][-1].seconds > patience_s:
-                break
-        if left_out := lengths[len(prefill[-1]) :]:
-            named = ", ".join(map(str, left_out))
-            logger.warning("lengths %s were left out: a prefill of %d tokens took over %g s", named, tokens, patience_s)
-        lengths = lengths[: len(prefill[-1])]
-    return _medians(prefill[1:]), _medians(blend[1:])
-
-
-class _OneLayer:
-    """A source that returns one buffer on the device for every layer, at once: only computing is timed."""
-
-    def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
-        self._layer_kv = LayerKV.empty(geometry, len(prompt))
-        for x_1HND in (self._layer_kv.k_1HND, self._layer_kv.v_1HND):
-            x_1HND.normal_()
-
-    def synchronize(self, layer: int) -> LayerKV:
-        return self._layer_kv
-
-
-def _prefill(fusor: Fusor, tokens: int) -> PrefillSample:
-    return PrefillSample(tokens=tokens, seconds=_seconds(lambda: fusor.prefill([0] * tokens), fusor))
-
-
-def _logits_s(fusor: Fusor, repeats: int) -> float:
-    with torch.no_grad():
-        hidden_1SM = fusor.decoder.embed(torch.zeros(1, dtype=torch.long, device=fusor.decoder.device))
-        return statistics.median([_seconds(lambda: fusor.decoder.logits(hidden_1SM), fusor) for _ in range(repeats + 1)][1:])
-
-
-def _blend_layers(fusor: Fusor, tokens: int, ratio: float) -> list[LayerSample]:
-    """The first layers of a blend."""
-    question = max(1, min(QUESTION_TOKENS, tokens // 4))
-    stored = [0] * (tokens - question)
-    segments = [Segment([0] * question)]
-    if stored:
-        geometry = fusor.runner.geometry
-        nothing_HTD = torch.empty((geometry.kv_heads, 1, geometry.head_dim), dtype=geometry.dtype).expand(-1, len(stored), -1)
-        nothing = [(nothing_HTD, nothing_HTD)] * geometry.layers  # one token's memory: only the compute is timed
-        segments.insert(0, Segment(stored, ChunkKV(nothing, stored, model=fusor.fingerprint)))
-    samples: list[LayerSample] = []
-    before = 0
-    with closing(fusor.fuse_steps(segments, FusionConfig(recompute_ratio=ratio, selector="gradual"), _OneLayer())) as steps:
-        for layer in range(min(LAYERS_TIMED, fusor.decoder.geometry.layers)):
-            started = time.perf_counter()
-            rows = next(steps).recomputed
-            _synchronize(fusor)
-            seconds = time.perf_counter() - started
-            projected = before if rows < before else 0
-            ran = rows
-            if 0 < layer == fusor.decoder.geometry.layers - 1:  # only the last position of the prompt; of the others K and V
-                ran, projected = 1, projected or rows
-            samples.append(LayerSample(layer=layer, tokens=tokens, rows=ran, projected=projected, seconds=seconds))
-            before = rows
-    return samples
-
-
-def _medians(turns: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:
-    """Each sample with the median of its seconds over all rounds."""
-    return tuple(
-        replace(same[0], seconds=statistics.median(sample.seconds for sample in same)) for same in zip(*turns, strict=True)
-    )
-
-
-def _seconds(call: Callable[[], object], fusor: Fusor) -> float:
-    started = time.perf_counter()
-    call()
-    _synchronize(fusor)
-    return time.perf_counter() - started
-
-
-def _synchronize(fusor: Fusor) -> None:
-    if fusor.decoder.device.type == "cuda":
-        torch.cuda.synchronize(fusor.decoder.device)

@@ -75,14 +75,9 @@ def compare_devices(
         ConfigError: a number outside its range.
     """
     stored_tokens = tokens if stored_tokens is None else stored_tokens
-    counts = {
-        "tokens": tokens,
-        "chunk_tokens": chunk_tokens,
-        "question_tokens": question_tokens,
-        "stored_tokens": stored_tokens,
-    }
-    for name, value in counts.items():
+    for name, value in (("tokens", tokens), ("chunk_tokens", chunk_tokens), ("question_tokens", question_tokens)):
         check_whole(name, value)
+    check_whole("stored_tokens", stored_tokens)
     check_share("ratio", ratio)
     steps = RecomputeEstimator(profile, schedule or FusionConfig().schedule).steps(ratio, tokens, question_tokens)
     compute_s = [step_s for step_s, _ in steps]
