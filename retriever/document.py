@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import PurePosixPath
 
 import numpy as np
@@ -186,7 +187,7 @@ def in_reading_order(found: Sequence[ScoredChunk]) -> list[ScoredChunk]:
     return sorted(found, key=lambda scored: (rank[scored.chunk.document_id], scored.chunk.position))
 
 
-def chunk_places(document_id: str, title: str, texts: Iterable[str], *, has_overlap: bool = False) -> Iterator[ChunkPlace]:
+def chunk_places(document_id: str, title: str, texts: Sequence[str], *, has_overlap: bool = False) -> Iterator[ChunkPlace]:
     """The place of each chunk of a document.
 
     Args:
@@ -198,35 +199,31 @@ def chunk_places(document_id: str, title: str, texts: Iterable[str], *, has_over
     suffix = _suffix(document_id)
     has_lines = not has_overlap and suffix not in CONVERTED_SUFFIXES
     line = 1 - (title.count("\n") + 1 if title else 0)
-    outline = _Outline()
-    for text in texts:
+    headings_above: Iterable[tuple[str, ...]] = _headings_above(texts) if suffix in MARKDOWN_SUFFIXES else repeat(())
+    for text, above in zip(texts, headings_above, strict=False):
         last = line + text.rstrip().count("\n")
         first = min(line + text[: len(text) - len(text.lstrip())].count("\n"), last)  # white space alone has no last line
         line += text.count("\n")
-        above = outline.read(text) if suffix in MARKDOWN_SUFFIXES else ()
         headings = tuple(heading for heading in above if heading.casefold() != title.casefold())
         yield ChunkPlace((max(first, 1), max(last, 1)) if has_lines else None, headings)
 
 
-class _Outline:
-    """The Markdown headings that are open at the end of the texts read so far, and whether a code fence is."""
-
-    def __init__(self) -> None:
-        self._open: dict[int, str] = {}  # by level
-        self._fence = ""
-
-    def read(self, text: str) -> tuple[str, ...]:
-        """Read the next text; returns the headings above it, without those that its own first lines close."""
-        above = dict(self._open)
+def _headings_above(texts: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """The Markdown headings above each text, without those that its own first lines close."""
+    open_: dict[int, str] = {}  # by level
+    fence = ""  # of the code that a text before has begun
+    for text in texts:
+        above = open_
         for found in _LINE.finditer(text):
             if found["fence"]:
-                self._fence = "" if self._fence == found["fence"] else self._fence or found["fence"]
-            elif not self._fence:
-                level, heading = len(found["marks"]), _CLOSING.sub("", found["heading"][:MAX_HEADING_CHARACTERS].rstrip())
-                self._open = _outside(self._open, level) | {level: heading}
-                if not text[: found.start()].strip():
-                    above = _outside(above, level)
-        return tuple(above.values())
+                fence = "" if fence == found["fence"] else fence or found["fence"]
+            if found["fence"] or fence:
+                continue
+            level, heading = len(found["marks"]), _CLOSING.sub("", found["heading"][:MAX_HEADING_CHARACTERS].rstrip())
+            open_ = _outside(open_, level) | {level: heading}
+            if not text[: found.start()].strip():
+                above = _outside(above, level)
+        yield tuple(above.values())
 
 
 def _outside(headings: dict[int, str], level: int) -> dict[int, str]:

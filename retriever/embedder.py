@@ -11,7 +11,7 @@ import hashlib
 import importlib.util
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -142,11 +142,6 @@ def checked_between_batches(
         _BETWEEN_BATCHES.reset(token)
 
 
-def check_stopped(done: int, total: int) -> None:
-    """Call the functions of `checked_between_batches` with the finished and the total amount of work."""
-    _BETWEEN_BATCHES.get()(done, total)
-
-
 class Embedder(Protocol):
     """Model that turns texts into vectors; used from several threads."""
 
@@ -220,11 +215,13 @@ class SentenceTransformerEmbedder:
         batches = []
         for first in range(0, max(1, len(windows)), BATCH_WINDOWS):
             batch = [windows[place] for place in order_W[first : first + BATCH_WINDOWS]]
-            check_stopped(first, len(windows))
+            _BETWEEN_BATCHES.get()(first, len(windows))
+            # A server embeds a question in any of its threads, whose OpenMP team would remain and slow the model's own team
+            # by a quarter (`base/threads.py`). With one processor an embedding needs 13 ms instead of 8.
             is_question = len(windows) == 1
-            with self._question_lock if is_question else self._batch_lock, _one_thread() if is_question else nullcontext():
-                model = self._question_model if is_question else self._model
-                assert model is not None
+            lock, model = (self._question_lock, self._question_model) if is_question else (self._batch_lock, self._model)
+            assert model is not None
+            with lock, _threadpools().limit(limits=1, user_api="openmp") if is_question else nullcontext():
                 vectors = model.encode(batch, batch_size=BATCH_WINDOWS, normalize_embeddings=True, show_progress_bar=False)
             batches.append(np.asarray(vectors, dtype=np.float32))
         return np.concatenate(batches)[np.argsort(order_W)]
@@ -245,13 +242,8 @@ class SentenceTransformerEmbedder:
         from sentence_transformers import SentenceTransformer  # here, because it takes seconds to import
 
         folder = offline_model_dir() if self.name == DEFAULT_EMBEDDER else None
-        return _load_quietly(
-            lambda source, **options: SentenceTransformer(source, device=self._device, trust_remote_code=False, **options),
-            f"embedder {self.name!r}",
-            str(folder or self.name),
-            HUB_OWNER,
-            _REMEDY,
-        )
+        load = functools.partial(SentenceTransformer, device=self._device, trust_remote_code=False)
+        return _load_quietly(load, f"embedder {self.name!r}", str(folder or self.name), HUB_OWNER, _REMEDY)
 
     def _windows(self, text: str) -> list[tuple[str, int]]:
         """The windows of a text, each with its number of tokens."""
@@ -259,16 +251,6 @@ class SentenceTransformerEmbedder:
             return [(text, 1)]  # a model without a limit
         windows = self._tokenizer.cut(text, self._window_tokens) or [text]
         return [(window, max(1, len(self._tokenizer.ids(window)))) for window in windows]
-
-
-def _one_thread() -> AbstractContextManager[object]:
-    """Prevents OpenMP from making a team for the calling thread.
-
-    A server embeds a question in any of its threads; the thread's team would remain and slow the model's own team by a
-    quarter (`base/threads.py`). With one processor an embedding needs 13 ms instead of 8.
-    """
-    one: AbstractContextManager[object] = _threadpools().limit(limits=1, user_api="openmp")
-    return one
 
 
 @functools.cache
@@ -308,7 +290,7 @@ class CrossEncoderReranker:
 
         found: list[float] = []
         for first in range(0, len(texts), BATCH_PAIRS):
-            check_stopped(first, len(texts))
+            _BETWEEN_BATCHES.get()(first, len(texts))
             pairs = [(question, text) for text in texts[first : first + BATCH_PAIRS]]
             with self._lock:
                 model = self._model = self._model or self._load()
@@ -321,15 +303,9 @@ class CrossEncoderReranker:
     def _load(self) -> CrossEncoder:
         from sentence_transformers import CrossEncoder
 
-        model: CrossEncoder = _load_quietly(
-            lambda source, **options: CrossEncoder(
-                source, device=self._device, trust_remote_code=False, model_kwargs={"use_safetensors": True}, **options
-            ),
-            f"reranker {self.name!r}",
-            self.name,
-            RERANKER_OWNER,
-            _RERANKER_REMEDY,
-        )
+        options = {"device": self._device, "trust_remote_code": False, "model_kwargs": {"use_safetensors": True}}
+        load: Callable[..., CrossEncoder] = functools.partial(CrossEncoder, **options)
+        model = _load_quietly(load, f"reranker {self.name!r}", self.name, RERANKER_OWNER, _RERANKER_REMEDY)
         if model.num_labels != 1:
             raise RetrieverError(f"reranker {self.name!r} has {model.num_labels} labels; use one with a single score")
         return model

@@ -142,11 +142,10 @@ class VectorIndex:
         """Remove the vectors of these ids; the order of the others stays."""
         self._index.remove_ids(faiss.IDSelectorBatch(np.asarray(ids, dtype=np.int64)))
 
-    def search(self, vector_D: NDArray[np.float32], top_k: int) -> tuple[list[int], list[float]]:
-        """Ids and squared L2 distances of the K nearest vectors, nearest first, the lower id first among equals."""
+    def search(self, vector_D: NDArray[np.float32], top_k: int) -> list[int]:
+        """Ids of the K nearest vectors, nearest first, the lower id first among equals."""
         distances_1K, ids_1K = self._index.search(np.ascontiguousarray(vector_D, dtype=np.float32)[None], top_k)
-        found = sorted(zip(distances_1K[0].tolist(), ids_1K[0].tolist(), strict=True))
-        return [id_ for _, id_ in found], [distance for distance, _ in found]
+        return [id_ for _, id_ in sorted(zip(distances_1K[0].tolist(), ids_1K[0].tolist(), strict=True))]
 
     def distance(self, id_: int, vector_D: NDArray[np.float32]) -> float:
         """Squared L2 distance of the vector of an id; NaN if there is none."""

@@ -295,7 +295,7 @@ class Retriever(IndexedDocuments):
         count, words = min(num_chunks, len(index)), self._index.words
         # 1. Rank by meaning and by words, each list longer than what is wanted, and fuse the ranks.
         candidates = min(max(CANDIDATES, num_chunks), len(index))
-        rankings = [index.search(vector_D, candidates)[0]]
+        rankings = [index.search(vector_D, candidates)]
         if words is not None:
             rankings.append(words.search(question, candidates))
         best = fuse_rankings(rankings)
