@@ -2,50 +2,26 @@
 
 from __future__ import annotations
 
-from .controller import LoadingController, LoadingPlan
-from .estimators import WorkEstimator
-from .layer_loader import LayerLoader, LoaderConfig, copied_tiers
-from .profile import (
-    Calibration,
-    LayerSample,
-    Measures,
-    PrefillSample,
-    Profile,
-    Thresholds,
-    TierSpeed,
-    describe_device,
-    load_profile,
-    prefix_digest,
-    read_calibration,
-    read_profile,
-    write_calibration,
-    write_profile,
-)
-from .profiler import measure_profile
-from .storage_plan import StorageDevice, compare_devices
-
-__all__ = [
-    "Calibration",
-    "LayerLoader",
-    "LayerSample",
-    "LoaderConfig",
-    "LoadingController",
-    "LoadingPlan",
-    "Measures",
-    "PrefillSample",
-    "Profile",
-    "StorageDevice",
-    "Thresholds",
-    "TierSpeed",
-    "WorkEstimator",
-    "compare_devices",
-    "copied_tiers",
-    "describe_device",
-    "load_profile",
-    "measure_profile",
-    "prefix_digest",
-    "read_calibration",
-    "read_profile",
-    "write_calibration",
-    "write_profile",
-]
+from .controller import LoadingController as LoadingController
+from .controller import LoadingPlan as LoadingPlan
+from .estimators import WorkEstimator as WorkEstimator
+from .layer_loader import LayerLoader as LayerLoader
+from .layer_loader import LoaderConfig as LoaderConfig
+from .layer_loader import copied_tiers as copied_tiers
+from .profile import Calibration as Calibration
+from .profile import LayerSample as LayerSample
+from .profile import Measures as Measures
+from .profile import PrefillSample as PrefillSample
+from .profile import Profile as Profile
+from .profile import Thresholds as Thresholds
+from .profile import TierSpeed as TierSpeed
+from .profile import describe_device as describe_device
+from .profile import load_profile as load_profile
+from .profile import prefix_digest as prefix_digest
+from .profile import read_calibration as read_calibration
+from .profile import read_profile as read_profile
+from .profile import write_calibration as write_calibration
+from .profile import write_profile as write_profile
+from .profiler import measure_profile as measure_profile
+from .storage_plan import StorageDevice as StorageDevice
+from .storage_plan import compare_devices as compare_devices

@@ -5,26 +5,17 @@ from __future__ import annotations
 from cacheblend.base.errors import needs_extra
 
 with needs_extra("rag"):
-    from .catalog import CatalogedDocument
-    from .config import DEFAULT_EMBEDDER, RetrieverConfig
-    from .document import Chunk, Document, EmbeddedDocument, ScoredChunk, in_reading_order
-    from .embedder import Embedder, SentenceTransformerEmbedder, checked_between_batches
-    from .retriever import Retriever
-    from .splitter import PlainTokenizer, Splitter
-
-__all__ = [
-    "DEFAULT_EMBEDDER",
-    "CatalogedDocument",
-    "Chunk",
-    "Document",
-    "EmbeddedDocument",
-    "Embedder",
-    "PlainTokenizer",
-    "Retriever",
-    "RetrieverConfig",
-    "ScoredChunk",
-    "SentenceTransformerEmbedder",
-    "Splitter",
-    "checked_between_batches",
-    "in_reading_order",
-]
+    from .catalog import CatalogedDocument as CatalogedDocument
+    from .config import DEFAULT_EMBEDDER as DEFAULT_EMBEDDER
+    from .config import RetrieverConfig as RetrieverConfig
+    from .document import Chunk as Chunk
+    from .document import Document as Document
+    from .document import EmbeddedDocument as EmbeddedDocument
+    from .document import ScoredChunk as ScoredChunk
+    from .document import in_reading_order as in_reading_order
+    from .embedder import Embedder as Embedder
+    from .embedder import SentenceTransformerEmbedder as SentenceTransformerEmbedder
+    from .embedder import checked_between_batches as checked_between_batches
+    from .retriever import Retriever as Retriever
+    from .splitter import PlainTokenizer as PlainTokenizer
+    from .splitter import Splitter as Splitter
