@@ -1,11 +1,11 @@
-"""Long work: threads whose tasks begin at once, a thread for one call, low priority, progress, and a check that may end it."""
+"""Long work: threads whose tasks begin at once, a thread for one call, low priority, work in groups, and its progress."""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -95,6 +95,18 @@ def in_own_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
         return thread.submit(function, *args, **kwargs).result()
 
 
+def in_groups(items: Iterable[T], is_full: Callable[[list[T]], bool]) -> Iterator[list[T]]:
+    """Consecutive items, in groups; a group ends with the item that makes it full."""
+    group: list[T] = []
+    for item in items:
+        group.append(item)
+        if is_full(group):
+            yield group
+            group = []
+    if group:
+        yield group
+
+
 class Progress:
     """Progress of an ingest. Whoever follows the ingest passes functions, or overrides the methods.
 
@@ -107,19 +119,17 @@ class Progress:
         check: called by `check`.
     """
 
-    def __init__(self, note: Note | None = None, check: Check | None = None) -> None:
+    def __init__(self, note: Note = lambda *_: None, check: Check = lambda: None) -> None:
         self._note, self._check = note, check
         self.documents = self.tokens = 0
 
     def check(self) -> None:
         """Called between the steps of the work, also within a long text; what it raises ends the work."""
-        if self._check is not None:
-            self._check()
+        self._check()
 
     def note(self, stage: str, done: int, total: int) -> None:
         """Called when a part of a batch is done: a document of the stage "index", a chunk of the stage "precompute"."""
-        if self._note is not None:
-            self._note(stage, done, total)
+        self._note(stage, done, total)
 
     def note_windows(self, done: int, total: int) -> None:
         """Called between the batches of the embedder, with windows of text."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from cacheblend.base.errors import InputError, RetrieverError
 from cacheblend.base.files import make_folder
-from cacheblend.base.threads import Check, Progress
+from cacheblend.base.threads import Progress, in_groups
 
 from .catalog import Catalog, Change
 from .config import RetrieverConfig
@@ -111,8 +111,8 @@ class Retriever(IndexedDocuments):
             RetrieverError: the embedder or the directory cannot be used.
             StoreFullError: the disk is full.
         """
-        given, wanted = _checked(documents)
-        changed = self._changed(wanted)
+        checked = _checked(documents)
+        given, changed = len(checked), self.changed(checked)
         done = unchanged = given - len(changed)
         replaced = 0
         new: list[Chunk] = []
@@ -132,7 +132,11 @@ class Retriever(IndexedDocuments):
         Raises:
             InputError: a document cannot be used, or two with one id have different texts.
         """
-        return self._changed(_checked(documents)[1])
+        wanted = {document.id: document for document in _checked(documents)}
+        with self._lock:
+            # A damaged document is replaced by what is given now, though it be the same.
+            versions = {id_: self._catalog.version(id_) if self._catalog.is_intact(id_) else None for id_ in wanted}
+        return [document for id_, document in wanted.items() if document.version != versions[id_]]
 
     def check_room(self, documents: Iterable[Document]) -> None:
         """Refuse documents whose texts would take the index beyond its budget, before any work on them.
@@ -154,7 +158,8 @@ class Retriever(IndexedDocuments):
             RetrieverError: the embedder cannot be used.
         """
         progress = progress or Progress()
-        for batch in self._batches(documents, progress.check):
+        split = ((document, self.splitter.split(document, progress.check)) for document in documents)
+        for batch in in_groups(split, lambda batch: sum(len(chunks) for _, chunks in batch) >= BATCH_CHUNKS):
             texts = [text for document, chunks in batch for text in self._embedded_texts(document, chunks)]
             with checked_between_batches(progress.check, progress.note_windows):
                 progress.check()
@@ -254,12 +259,6 @@ class Retriever(IndexedDocuments):
             )
             self.close()
 
-    def _changed(self, wanted: Mapping[str, Document]) -> list[Document]:
-        with self._lock:
-            # A damaged document is replaced by what is given now, though it be the same.
-            versions = {id_: self._catalog.version(id_) if self._catalog.is_intact(id_) else None for id_ in wanted}
-        return [document for id_, document in wanted.items() if document.version != versions[id_]]
-
     def _embedded_texts(self, document: Document, chunks: Sequence[Chunk]) -> Iterator[str]:
         """Texts to embed and to search for chunks (`found_texts`).
 
@@ -269,17 +268,6 @@ class Retriever(IndexedDocuments):
         tokens = max(at_least, min(at_most, self.config.chunk_tokens // 4))
         shorten = functools.cache(lambda text: self.splitter.beginning(text, tokens))
         return found_texts(document.id, document.title, [chunk.text for chunk in chunks], shorten)
-
-    def _batches(self, documents: Iterable[Document], check: Check) -> Iterator[list[tuple[Document, list[Chunk]]]]:
-        """Documents with their chunks, in groups of at least `BATCH_CHUNKS` chunks; a document is never parted."""
-        batch: list[tuple[Document, list[Chunk]]] = []
-        for document in documents:
-            batch.append((document, self.splitter.split(document, check)))
-            if sum(len(chunks) for _, chunks in batch) >= BATCH_CHUNKS:
-                yield batch
-                batch = []
-        if batch:
-            yield batch
 
     def _embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         vectors_ND = np.asarray(self.embedder.encode(texts), dtype=np.float32)
@@ -318,15 +306,13 @@ class Retriever(IndexedDocuments):
         return index
 
 
-def _checked(documents: Iterable[Document | Mapping[str, object]]) -> tuple[int, dict[str, Document]]:
-    """How many documents were given, and one for each id."""
+def _checked(documents: Iterable[Document | Mapping[str, object]]) -> list[Document]:
+    """The documents that were given; each id has one text."""
     if isinstance(documents, (str, bytes, Mapping, Document)) or not isinstance(documents, Iterable):
         raise InputError(f"documents must be a list of documents, got {type(documents).__name__}; put it in a list")
-    given = 0
-    wanted: dict[str, Document] = {}
-    for raw in documents:
-        document = Document.of(raw)
-        if wanted.setdefault(document.id, document).version != document.version:
+    given = [Document.of(raw) for raw in documents]
+    versions: dict[str, str] = {}
+    for document in given:
+        if versions.setdefault(document.id, document.version) != document.version:
             raise InputError(f"two documents have the id {document.id!r} and different texts; give each its own id")
-        given += 1
-    return given, wanted
+    return given

@@ -28,7 +28,7 @@ from cacheblend.service.engine.documents import Documents
 from cacheblend.service.engine.ingest import IngestReport
 from cacheblend.store import KVStore
 
-from .tasks import Delivery, PrecomputeActor, SourceFile, in_groups, list_files, read_batches
+from .tasks import Delivery, PrecomputeActor, SourceFile, file_groups, list_files, read_batches
 
 with needs_extra("ray"):
     import ray
@@ -158,7 +158,7 @@ def _deliveries(
                 yield {"batch": [pickle.dumps(batch)]}
 
     with DataContext.current(context):
-        groups = [{"files": pickle.dumps(group)} for group in in_groups(files, batch_documents)]
+        groups = [{"files": pickle.dumps(group)} for group in file_groups(files, batch_documents)]
         rows = (
             ray.data.from_items(groups)
             .map_batches(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheblend.base.errors import CacheBlendError, InputError, RemoteError
-from cacheblend.base.threads import Progress
+from cacheblend.base.threads import Progress, in_groups
 from cacheblend.retriever import Document, Retriever
 from cacheblend.service.engine.chunk_context import ChunkEncoder
 from cacheblend.service.engine.config import EngineConfig, load_fusor
@@ -80,16 +80,9 @@ def list_files(sources: Sequence[str], skipped: dict[str, str]) -> list[SourceFi
     return files
 
 
-def in_groups(files: Sequence[SourceFile], batch_documents: int) -> Iterator[list[SourceFile]]:
+def file_groups(files: Sequence[SourceFile], batch_documents: int) -> Iterator[list[SourceFile]]:
     """Files that are read one after the other: small ones together, so that their documents fill a batch."""
-    group: list[SourceFile] = []
-    for file in files:
-        group.append(file)
-        if len(group) == batch_documents or sum(one.bytes for one in group) >= BATCH_CHARACTERS:
-            yield group
-            group = []
-    if group:
-        yield group
+    return in_groups(files, lambda group: len(group) == batch_documents or sum(one.bytes for one in group) >= BATCH_CHARACTERS)
 
 
 def read_batches(files: Sequence[SourceFile], batch_documents: int) -> Iterator[ReadBatch]:

@@ -20,7 +20,7 @@ from cacheblend.base.errors import ConfigError, InputError, MissingExtraError, R
 from cacheblend.base.threads import Progress
 from cacheblend.cli.main import app
 from cacheblend.integrations.ray import RayConfig
-from cacheblend.integrations.ray.tasks import ReadBatch, in_groups, list_files, read_batches, share
+from cacheblend.integrations.ray.tasks import ReadBatch, file_groups, list_files, read_batches, share
 from cacheblend.retriever import Document, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.document_sources import DocumentStream
@@ -50,7 +50,7 @@ def corpus(tmp_path: Path) -> Path:
 
 def read(folder: Path, batch_documents: int) -> list[ReadBatch]:
     files = list_files([str(folder)], {})
-    return [batch for group in in_groups(files, batch_documents) for batch in read_batches(group, batch_documents)]
+    return [batch for group in file_groups(files, batch_documents) for batch in read_batches(group, batch_documents)]
 
 
 @pytest.mark.parametrize("batch_documents", [1, 2, 64])
@@ -71,7 +71,7 @@ def test_batches_are_the_stream_s_documents(corpus: Path, batch_documents: int) 
 def test_small_files_fill_a_batch(corpus: Path) -> None:
     """Small files are read together, so that an actor gets more than one document at once."""
     files = list_files([str(corpus / "sub")], {})
-    assert [len(group) for group in in_groups(files, 2)] == [2, 1]
+    assert [len(group) for group in file_groups(files, 2)] == [2, 1]
     assert [[document.id for document in batch.documents] for batch in read(corpus / "sub", 64)] == [
         ["0.txt", "1.txt", "2.txt"]
     ]
