@@ -61,22 +61,17 @@ class Document:
                 value.encode()
             except UnicodeEncodeError as error:
                 raise InputError(f"document {self.id!r}: {name} is not Unicode ({error.reason}); clean it first") from None
-        if NO_ID.search(self.id):
-            raise InputError(f"document {self.id!r}: id has a control character or U+FFFD; take one without")
-        if (id_bytes := len(self.id.encode())) > MAX_ID_BYTES:
-            raise InputError(
-                f"document {self.id[:60]!r}...: its id has {id_bytes} bytes, and {MAX_ID_BYTES} are allowed; "
-                "give it a shorter one"
-            )
-        if not self.id.strip():
-            raise InputError(f"document {self.id!r} has an empty id; give it one, or leave id out to have its content's hash")
-        if not self.text.strip():
-            raise InputError(f"document {self.id!r} has an empty text; leave it out, or delete the document if it was ingested")
-        if len(self.title) > MAX_TITLE_CHARACTERS:
-            raise InputError(
-                f"document {self.id!r}: its title has {len(self.title)} characters, and {MAX_TITLE_CHARACTERS} are allowed; "
-                "shorten it, or put it in the text"
-            )
+        id_bytes, size = len(self.id.encode()), len(self.title)
+        shown = f"{self.id[:60]!r}..." if id_bytes > MAX_ID_BYTES else repr(self.id)
+        faults = {
+            ": id has a control character or U+FFFD; take one without": NO_ID.search(self.id),
+            f": its id has {id_bytes} bytes, and {MAX_ID_BYTES} are allowed; give it a shorter one": id_bytes > MAX_ID_BYTES,
+            " has an empty id; give it one, or leave id out to have its content's hash": not self.id.strip(),
+            " has an empty text; leave it out, or delete the document if it was ingested": not self.text.strip(),
+            f": its title has {size} characters, {MAX_TITLE_CHARACTERS} are allowed; shorten it": size > MAX_TITLE_CHARACTERS,
+        }
+        if fault := next((fault for fault, is_so in faults.items() if is_so), None):
+            raise InputError(f"document {shown}{fault}")
         object.__setattr__(self, "version", content_hash(self.title, self.text))
 
     @classmethod

@@ -100,14 +100,14 @@ class VllmRunner:
         shapes = {(stub.kv_heads, stub.head_dim) for stub in self._stubs}
         if len(shapes) > 1:
             raise UnsupportedModelError(f"{family} cannot be blended in vLLM: its layers have (heads, head size) {shapes}")
-        twins = list(zip(layers, self._stubs, strict=True))
-        self._layers = [_with_modules(x, self_attn=_with_modules(x.self_attn, attn=stub)) for x, stub in twins]
+        self._layers = [
+            _with_modules(layer, self_attn=_with_modules(layer.self_attn, attn=stub))
+            for layer, stub in zip(layers, self._stubs, strict=True)
+        ]
         # For chosen rows; neighbours have the very bits of vLLM's own norms.
         self._fused_layers = [with_fused_norms(layer, residuals=True) for layer in self._layers]
         none = _NoRotary()
-        self._unrotated = [
-            _with_modules(x, self_attn=_with_modules(x.self_attn, attn=stub, rotary_emb=none)) for x, stub in twins
-        ]
+        self._unrotated = [_with_modules(x, self_attn=_with_modules(x.self_attn, rotary_emb=none)) for x in self._layers]
         self._ropes = {id(layer.self_attn.rotary_emb): layer.self_attn.rotary_emb for layer in layers}
         self.layer_types: list[Hashable] = [id(layer.self_attn.rotary_emb) for layer in layers]
         self.windows: list[int | None] = [_window(attention, self._hf_config) for attention in attentions]
@@ -224,15 +224,7 @@ class VllmRunner:
         kernel = self.cpu_attention if shared is None and len(sequences) == 1 else None
         rows = Rows.of(positions_N.cpu(), device)
         for layer, window in enumerate(self.windows[:-1]):
-            masks = [
-                (
-                    run,
-                    None
-                    if shared is None and (window is None or window >= run.tokens)
-                    else prefix_mask(run, first, window, self._dtype, device),
-                )
-                for run in together
-            ]
+            masks = [(run, self._mask(run, first, window)) for run in together]
             prefix = None if shared is None else shared.layers[layer]
             turn = partial(self._rotate_both, cos_sin=rotary[self.layer_types[layer]])
             attention = _isolated_attention if kernel is None else partial(_by_kernel, kernel, layer, rows)
@@ -241,6 +233,12 @@ class VllmRunner:
             yield _apart(layer_pass.k_1HND), _apart(layer_pass.v_1HND)
         k_1HND, v_1HND = self.project_kv(len(self._layers) - 1, hidden_2NM)
         yield _apart(k_1HND), _apart(v_1HND)
+
+    def _mask(self, run: Run, prefix_tokens: int, window: int | None) -> torch.Tensor | None:
+        """The attention mask of a run after a prefix; None where it is causal."""
+        if not prefix_tokens and (window is None or window >= run.tokens):
+            return None
+        return prefix_mask(run, prefix_tokens, window, self._dtype, self.geometry.device)
 
     def share(self, prefix_ids: Sequence[int]) -> SharedPrefix:
         positions_P = torch.arange(len(prefix_ids), device=self.geometry.device)
