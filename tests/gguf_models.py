@@ -95,7 +95,10 @@ def write_gguf(
     if architecture.startswith("gemma"):
         writer.add_sliding_window(config.sliding_window)
     for key, value in extra.items():
-        (writer.add_string if isinstance(value, str) else writer.add_uint32)(f"{architecture}.{key}", value)
+        if key == "split.count":
+            writer.add_uint16(key, value)
+        else:
+            (writer.add_string if isinstance(value, str) else writer.add_uint32)(f"{architecture}.{key}", value)
     if tokenizer:
         _add_tokenizer(writer)
     _add_weights(writer, model, architecture, head_dim)

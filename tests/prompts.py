@@ -6,7 +6,7 @@ import torch
 from tiny_models import VOCAB
 from transformers import DynamicCache
 
-from cacheblend.blend import Fusor, Segment
+from cacheblend.blend import FusionResult, Fusor, Segment
 from cacheblend.store import ChunkKV
 
 BOS = (1,)
@@ -41,6 +41,13 @@ def largest_difference(one: DynamicCache, other: DynamicCache) -> float:
     pairs = [(a, b) for x, y in zip(one.layers, other.layers, strict=True) for a, b in ((x.keys, y.keys), (x.values, y.values))]
     assert all(a.shape == b.shape for a, b in pairs)
     return max(float((a.float() - b.float()).abs().max()) for a, b in pairs)
+
+
+def assert_full_prefill(fusor: Fusor, fused: FusionResult) -> None:
+    """Logits and every layer's KV are those of the model's own forward, to rounding."""
+    reference = fusor.prefill(fused.token_ids)
+    assert float((fused.logits - reference.logits).abs().max()) <= 1e-4
+    assert largest_difference(fused.cache, reference.cache) <= 1e-4
 
 
 def assert_same_kv(one: ChunkKV, other: ChunkKV, tolerance: float = 1e-5) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,8 @@ from hypothesis import strategies as st
 from prompts import BOS, chunk, draw_ids, largest_difference, rag_prompt
 from tiny_models import CONFIGS, tiny_model
 
-from cacheblend.blend import SELECTORS, ExplicitPositions, FusionConfig, Fusor, Segment, fusion
-from cacheblend.blend import attention as attention_module
+from cacheblend.blend import SELECTORS, ExplicitPositions, FusionConfig, Fusor, Segment, attention, fusion
+from cacheblend.blend.attention import Rows
 from cacheblend.store import ChunkKV
 
 pytestmark = pytest.mark.contract
@@ -42,23 +44,20 @@ def test_planted_faults_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) ->
     segments = rag_prompt(fusor)
     config = FusionConfig(recompute_ratio=0.3, selector="gradual")
     good = fusor.fuse(segments, config)
-    own_attend = attention_module.attend
     own_rotate = fusor.decoder.rotate
 
-    def moved(positions: torch.Tensor) -> attention_module.Rows:
-        return attention_module.Rows.of(positions, torch.device("cpu"))
+    def attend_at(places: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+        """Attention takes rows for those at other places, given the rows' own and the number of keys."""
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, **kw: Any) -> torch.Tensor:
+            return attention.attend(q, k, v, Rows.of(places(rows.positions_S, k.shape[2]), k.device), **kw)
+
+        monkeypatch.setattr("cacheblend.blend.layer_passes.attend", attend)
 
     if fault == "mask shifted by one":
-        shifted = lambda q, k, v, rows, **kw: own_attend(q, k, v, moved((rows.positions_S - 1).clamp(min=0)), **kw)  # noqa: E731  # a one-line fault
-        monkeypatch.setattr("cacheblend.blend.layer_passes.attend", shifted)
+        attend_at(lambda positions, _: (positions - 1).clamp(min=0))
     elif fault == "bottom-right mask":
-
-        def bottom_right(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: attention_module.Rows, **kw: float
-        ) -> torch.Tensor:
-            return own_attend(q, k, v, moved(torch.arange(k.shape[2] - len(rows), k.shape[2])), **kw)
-
-        monkeypatch.setattr("cacheblend.blend.layer_passes.attend", bottom_right)
+        attend_at(lambda positions, keys: torch.arange(keys - len(positions), keys))
     elif fault == "rotation off by one":
         monkeypatch.setattr(
             fusor.decoder, "rotate", lambda k, cos_sin: own_rotate(k, (cos_sin[0].roll(1, 1), cos_sin[1].roll(1, 1)))

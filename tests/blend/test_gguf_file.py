@@ -7,7 +7,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from gguf_models import CONFIGS, tiny_checkpoint, write_gguf
@@ -40,11 +39,12 @@ def test_every_architecture_is_tried() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_there_and_back(name: str, tmp_path: Path) -> None:
-    """A model written as GGUF gives the logits that it gave before, float rounding apart."""
+    """A model written as GGUF is an ordinary one of plain weights, with the logits of before, float rounding apart."""
     model = tiny_checkpoint(name)
     path = write_gguf(tmp_path / "tiny.gguf", model, name.split("-")[0])
     ids = torch.tensor([draw_ids(40, seed=1)])
-    read = Fusor.from_pretrained(str(path)).model
+    read: Any = Fusor.from_pretrained(str(path)).model
+    assert getattr(read.config, "quantization_config", None) is getattr(read, "hf_quantizer", None) is None
     assert read.config.rope_parameters == model.config.rope_parameters
     with torch.no_grad():
         logits = read(ids).logits
@@ -56,13 +56,6 @@ def test_the_conversion_is_made_once(llama_file: Path, monkeypatch: pytest.Monke
     first = Fusor.from_pretrained(str(llama_file)).fingerprint
     monkeypatch.setattr(gguf_file, "convert_into", lambda *_: pytest.fail("converted again"))
     assert Fusor.from_pretrained(str(llama_file)).fingerprint == first
-
-
-def test_the_model_is_an_ordinary_one(llama_file: Path) -> None:
-    """What was quantised is loaded as plain weights, and may be saved so."""
-    model: Any = Fusor.from_pretrained(str(llama_file)).model
-    assert getattr(model.config, "quantization_config", None) is None
-    assert getattr(model, "hf_quantizer", None) is None
 
 
 def test_the_tokenizer_of_the_file(llama_file: Path) -> None:
@@ -118,10 +111,11 @@ def test_a_header_that_promises_more_than_there_is(llama_file: Path, kind: str) 
         ({"name": "mamba"}, UnsupportedModelError, r"architecture 'mamba'.*llama"),
         ({"rope.scaling.type": "yarn"}, UnsupportedModelError, r"its rope is scaled \(yarn\)"),
         ({"expert_count": 8}, UnsupportedModelError, "mixture of experts"),
+        ({"split.count": 2}, InputError, "one part of 2; join them with llama-gguf-split --merge"),
     ],
 )
 def test_details(extra: dict[str, Any], error: type[Exception], reason: str, tmp_path: Path) -> None:
-    """Text for a number, an unverified architecture, and details that transformers would leave out are refused by name."""
+    """Text for a number, an unverified architecture, a part, and what transformers would leave out are refused by name."""
     path = write_gguf(tmp_path / "m.gguf", tiny_checkpoint("llama"), "llama", **extra)
     with pytest.raises(error, match=reason):
         Fusor.from_pretrained(str(path))
@@ -135,18 +129,6 @@ def test_a_rope_that_is_scaled_in_another_way(tmp_path: Path) -> None:
         Fusor.from_pretrained(str(write_gguf(tmp_path / "m.gguf", model, "llama")))
 
 
-def test_one_part_of_several(tmp_path: Path) -> None:
-    """A part of a split file is refused with the command that joins the parts."""
-    path = tmp_path / "m.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_uint16("split.count", 2)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    with pytest.raises(InputError, match="--merge"):
-        Fusor.from_pretrained(str(path))
-
-
 @pytest.mark.parametrize("kept", [0.0, 0.001, 0.02, 0.5, 0.99])
 def test_a_truncated_file(kept: float, llama_file: Path) -> None:
     """A file that was cut anywhere is refused, and nothing of it is kept."""
@@ -157,19 +139,16 @@ def test_a_truncated_file(kept: float, llama_file: Path) -> None:
     assert [path.suffix for path in converted_folder("", "").parent.iterdir()] == [".lock"]
 
 
-def test_not_a_gguf_file(tmp_path: Path) -> None:
-    """A file of another kind, and no file at all, are refused."""
+def test_other_paths(llama_file: Path, tmp_path: Path) -> None:
+    """A file of another kind, no file at all, and a folder in place of the file in it are refused by name."""
     (tmp_path / "m.gguf").write_bytes(b"PK\x03\x04 something else")
-    with pytest.raises(InputError, match="not a GGUF file"):
-        Fusor.from_pretrained(str(tmp_path / "m.gguf"))
-    with pytest.raises(InputError, match="there is no file"):
-        Fusor.from_pretrained(str(tmp_path / "none.gguf"))
-
-
-def test_a_folder_that_holds_a_gguf_file(llama_file: Path) -> None:
-    """A folder in place of the file in it is refused by naming the file."""
-    with pytest.raises(InputError, match=r"name the GGUF file itself, such as .*tiny\.gguf"):
-        Fusor.from_pretrained(str(llama_file.parent))
+    for path, message in (
+        (tmp_path / "m.gguf", "not a GGUF file"),
+        (tmp_path / "none.gguf", "there is no file"),
+        (llama_file.parent, r"name the GGUF file itself, such as .*m\.gguf"),
+    ):
+        with pytest.raises(InputError, match=message):
+            Fusor.from_pretrained(str(path))
 
 
 def test_missing_packages(llama_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,15 +149,8 @@ def test_blends_as_without(dtype: torch.dtype, config: Any, missing: bool, monke
     assert len(chosen & usual) > 0.8 * len(usual)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "rounds_products"),
-    [
-        pytest.param(torch.float32, False, marks=needs_compiler),
-        pytest.param(torch.float32, True, marks=needs_compiler),
-        pytest.param(torch.bfloat16, False, marks=needs_amx),
-        pytest.param(torch.bfloat16, True, marks=needs_amx),
-    ],
-)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rounds_products", [False, True])
 def test_rotates_as_the_model_does(dtype: torch.dtype, rounds_products: bool) -> None:
     """Keys are turned in place to the bit as a model turns them, a part of a head too; what turns otherwise is told apart."""
     generator, kernel = torch.Generator().manual_seed(0), kernel_of(dtype, 64)
