@@ -1,4 +1,4 @@
-"""CPU memory: tensors as bytes, a pool of large buffers for all threads, and the C library's freed memory.
+"""CPU memory: a pool of large buffers for all threads, and the C library's freed memory.
 
 The first touch of new memory costs more than the copy into it. The C library reuses freed memory only in the thread that
 allocated it, while KV goes from thread to thread. So freed buffers are pooled here, in huge pages where the system has them.
@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 Bytes = npt.NDArray[np.uint8]
 HUGE_PAGE_BYTES = 2 * 2**20
@@ -23,12 +22,6 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's mallo
 FREED_BYTES = 2**30  # freed memory that the C library may hold
 OWN_MAPPING_BYTES = 32 * 2**20  # the largest value that glibc accepts
 ARENAS = 2  # glibc's default of eight a processor would each hold memory that ended threads freed
-
-
-def host_bytes(tensor: torch.Tensor) -> Bytes:
-    """View a CPU tensor as bytes; the last axis, which must be contiguous, counts bytes instead of numbers."""
-    view: np.ndarray[Any, np.dtype[np.uint8]] = tensor.view(torch.uint8).numpy()
-    return view
 
 
 class BufferPool:

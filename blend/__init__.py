@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from cacheblend.base.errors import IncompatibleKVError, UnsupportedModelError
 
+from .fusion import DEFAULT_RATIO, FusionConfig
 from .fusor import Fusor
 from .generation import NextToken, SequenceKV
 from .interfaces import KVGeometry, LayerKV, LayerSink, LayerSource, ModelRunner, ResidentLayers
 from .precompute import ChunkContext
 from .prompt import FusionResult, LayerReport, Prompt, Segment
-from .selectors import (
-    DEFAULT_RATIO,
-    DEFAULT_SELECTOR,
-    SELECTORS,
-    ExplicitPositions,
-    FusionConfig,
-    Schedule,
-    SelectionStep,
-    Selector,
-    TopDeviation,
-)
+from .selectors import DEFAULT_SELECTOR, SELECTORS, ExplicitPositions, Schedule, SelectionStep, Selector, TopDeviation
 
 __all__ = [
     "DEFAULT_RATIO",

@@ -10,9 +10,9 @@ import torch
 
 from cacheblend.base.errors import UnsupportedModelError
 
+from .fusion import FusionConfig
 from .generation import NextToken, SequenceKV
 from .prompt import Segment
-from .selectors import FusionConfig
 
 if TYPE_CHECKING:
     from transformers import DynamicCache

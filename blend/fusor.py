@@ -19,14 +19,13 @@ from .attention import row_kernel
 from .decoder import Decoder
 from .families import VERIFIED, check_model, fingerprint_module
 from .fidelity import check_against_model
-from .fusion import Fusion, FusionSteps
+from .fusion import Fusion, FusionConfig, FusionSteps
 from .generation import continue_from
 from .interfaces import LayerKV, LayerSink, LayerSource, ModelRunner, ResidentLayers
 from .layer_passes import SharedPrefix
 from .loading import DTypeOption, load_model, load_tokenizer
 from .precompute import ChunkContext, passes, readings, run_pass
 from .prompt import FusionResult, Prompt, Segment
-from .selectors import FusionConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

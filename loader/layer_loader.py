@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 import torch
 
 from cacheblend.base.errors import ConfigError, FusionCancelledError
-from cacheblend.base.memory import host_bytes
 from cacheblend.base.options import MIB, check_share, check_whole
 from cacheblend.base.threads import DaemonThreads
 from cacheblend.blend import DEFAULT_RATIO, LayerKV
 from cacheblend.store import tiers_in_memory
+from cacheblend.store.chunk import host_bytes
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -12,10 +12,10 @@ with needs_extra("rag"):
     from .document import Document as Document
     from .document import EmbeddedDocument as EmbeddedDocument
     from .document import ScoredChunk as ScoredChunk
-    from .document import in_reading_order as in_reading_order
     from .embedder import Embedder as Embedder
     from .embedder import SentenceTransformerEmbedder as SentenceTransformerEmbedder
     from .embedder import checked_between_batches as checked_between_batches
     from .retriever import Retriever as Retriever
+    from .retriever import in_reading_order as in_reading_order
     from .splitter import PlainTokenizer as PlainTokenizer
     from .splitter import Splitter as Splitter

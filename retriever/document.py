@@ -176,12 +176,6 @@ class ScoredChunk:
     place: ChunkPlace = field(default_factory=ChunkPlace)
 
 
-def in_reading_order(found: Sequence[ScoredChunk]) -> list[ScoredChunk]:
-    """Chunks of one document together and in its order, for a later one may refer back; documents by their best chunk."""
-    rank = {id_: place for place, id_ in enumerate(dict.fromkeys(scored.chunk.document_id for scored in found))}
-    return sorted(found, key=lambda scored: (rank[scored.chunk.document_id], scored.chunk.position))
-
-
 def chunk_places(document_id: str, title: str, texts: Sequence[str], *, has_overlap: bool = False) -> Iterator[ChunkPlace]:
     """The place of each chunk of a document.
 

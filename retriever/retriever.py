@@ -45,6 +45,12 @@ class AddReport:
     chunks: tuple[Chunk, ...]
 
 
+def in_reading_order(found: Sequence[ScoredChunk]) -> list[ScoredChunk]:
+    """Chunks of one document together and in its order, for a later one may refer back; documents by their best chunk."""
+    rank = {id_: place for place, id_ in enumerate(dict.fromkeys(scored.chunk.document_id for scored in found))}
+    return sorted(found, key=lambda scored: (rank[scored.chunk.document_id], scored.chunk.position))
+
+
 class Retriever(IndexedDocuments):
     """Splits, embeds and stores documents, and finds the best chunks for a question. Thread-safe; a context manager.
 

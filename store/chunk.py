@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from cacheblend.base.errors import ConfigError, InputError
-from cacheblend.base.memory import Bytes, host_bytes
+from cacheblend.base.memory import Bytes
 
 from .codecs import CODECS, LayerPair
 
@@ -102,6 +102,12 @@ def _packed(name: str, ids: Sequence[int]) -> bytes:
         if not 0 <= token <= _MAX_ID:
             raise InputError(f"{name} holds {token}: token ids are whole numbers from 0 to 2**63-1")
     return struct.pack(f"<{len(values)}q", *values)
+
+
+def host_bytes(tensor: torch.Tensor) -> Bytes:
+    """View a CPU tensor as bytes; the last axis, which must be contiguous, counts bytes instead of numbers."""
+    view: Bytes = tensor.view(torch.uint8).numpy()
+    return view
 
 
 class EncodedLayer(NamedTuple):

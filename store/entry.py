@@ -16,9 +16,9 @@ import torch
 import xxhash
 
 from cacheblend.base.errors import InputError
-from cacheblend.base.memory import HUGE_PAGE_BYTES, BufferPool, Bytes, host_bytes
+from cacheblend.base.memory import HUGE_PAGE_BYTES, BufferPool, Bytes
 
-from .chunk import ChunkKey, ChunkKV
+from .chunk import ChunkKey, ChunkKV, host_bytes
 from .codecs import CODECS, EncodedShape, LayerPair, LayerShape
 
 BLOCK_BYTES = 4096  # of direct reads and writes: offset, length and memory are multiples of it

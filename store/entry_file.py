@@ -20,8 +20,9 @@ import xxhash
 
 from cacheblend.base.errors import ConfigError, DamagedEntryError, StoreError
 from cacheblend.base.files import FILE_MODE, sync_folder, write_error
-from cacheblend.base.memory import Bytes, host_bytes
+from cacheblend.base.memory import Bytes
 
+from .chunk import host_bytes
 from .entry import BLOCK_BYTES, LENGTH_BYTES, MAX_HEADER_BYTES, EncodedEntry, EntryInfo, aligned_blocks, checksum, parse_header
 
 _MAX_PARTS = 1024  # of one vectored read (IOV_MAX)

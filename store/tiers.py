@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from cacheblend.base.errors import DamagedEntryError, StoreError
-from cacheblend.base.memory import Bytes, host_bytes
+from cacheblend.base.memory import Bytes
 
-from .chunk import EncodedLayer, check_shape
+from .chunk import EncodedLayer, check_shape, host_bytes
 from .codecs import LayerPair
 from .entry import EncodedEntry, EntryInfo
 

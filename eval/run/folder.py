@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cacheblend.base.errors import ConfigError, InputError
+from cacheblend.base.options import check_whole
 from cacheblend.blend import DEFAULT_RATIO
 from cacheblend.eval.method_plan import CONTEXTS, METHODS, PlannedMethod, plan_methods
-from cacheblend.service.engine.config import DTYPES, check_max_tokens
+from cacheblend.service.engine.config import DTYPES
 from cacheblend.store.codecs import CODECS
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ class EvalConfig:
             if value not in allowed:
                 raise ConfigError(field, value, f"one of {', '.join(allowed)}")
         if self.max_new_tokens is not None:
-            check_max_tokens(self.max_new_tokens)
+            check_whole("max_tokens", self.max_new_tokens)
 
     def planned(self) -> tuple[PlannedMethod, ...]:
         """Methods and ratios as they run."""

@@ -16,7 +16,7 @@ import torch
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.files import replacing
 from cacheblend.base.options import MIB, check_whole, option
-from cacheblend.blend import DEFAULT_SELECTOR, ChunkContext, FusionConfig
+from cacheblend.blend import ChunkContext, FusionConfig
 from cacheblend.blend.precompute import DOCUMENT_TOKENS
 from cacheblend.loader import LoaderConfig
 from cacheblend.retriever import RetrieverConfig
@@ -117,7 +117,7 @@ class EngineConfig:
             if (value := getattr(self, name)) not in allowed:
                 raise ConfigError(name, value, f"one of {', '.join(allowed)}")
         if self.max_tokens is not None:
-            check_max_tokens(self.max_tokens)
+            check_whole("max_tokens", self.max_tokens)
         check_whole("prefix_budget_bytes", self.prefix_budget_bytes)
         if not isinstance(self.context_filler, str) or not self.context_filler.strip():
             raise ConfigError("context_filler", self.context_filler, '"auto", "none", or a text file')
@@ -149,11 +149,6 @@ class EngineConfig:
     def profile_dir(self) -> Path:
         """Folder of the measured profiles."""
         return Path(self.store_dir) / "profiles"
-
-    def fusion_config(self, recompute_ratio: float | None) -> FusionConfig:
-        """The fusor's part, at a ratio; None for r*."""
-        ratio = self.loader.quality_ratio if recompute_ratio is None else recompute_ratio
-        return FusionConfig(recompute_ratio=ratio, selector=self.fusion.selector or DEFAULT_SELECTOR)
 
 
 def remember_settings(config: EngineConfig) -> None:
@@ -196,15 +191,6 @@ def read_examples(store_dir: Path) -> list[str]:
         if isinstance(found, list):
             return [question for question in found if isinstance(question, str) and question.strip()][:MAX_EXAMPLES]
     return []
-
-
-def check_max_tokens(value: object) -> None:
-    """Refuse a value that is not a positive integer.
-
-    Raises:
-        ConfigError: the value is none.
-    """
-    check_whole("max_tokens", value)
 
 
 def load_fusor(config: EngineConfig) -> Fusor:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from cacheblend.base.errors import InputError
+from cacheblend.base.options import check_whole
 from cacheblend.base.threads import Check, Progress
 from cacheblend.blend import Fusor
 from cacheblend.loader import LoadingController
@@ -24,7 +25,7 @@ from cacheblend.store import KVStore
 from .background_precompute import BackgroundPrecompute
 from .chunk_context import ChunkContexts, ChunkEncoder
 from .chunk_texts import ChunkTexts
-from .config import SETTINGS_FILE, EngineConfig, check_max_tokens, load_fusor, remember_settings
+from .config import SETTINGS_FILE, EngineConfig, load_fusor, remember_settings
 from .decoding import Piece
 from .documents import Documents
 from .ingest import BATCH_DOCUMENTS, DocumentEncoder, IngestReport, batches
@@ -66,6 +67,7 @@ class Engine:
             raise InputError(f"the model at {config.model!r} has no tokenizer; save one beside it")
         self.prompts = PromptRenderer(tokenizer, config.instruction, max_positions=self.fusor.max_positions)
         self.config = config = calibrated(config, find_calibration(config, self.fusor, self.prompts.prefix))
+        self._fusion = replace(config.fusion, recompute_ratio=config.recompute_ratio)  # of a request that names no ratio
         self._encoder = encoder = ChunkEncoder.of(self.fusor, self.prompts.prefix, config)
         logger.info("opening the store %s", config.store_dir, extra={"stage": "opening the store"})
         with ExitStack() as opened:
@@ -199,11 +201,11 @@ class Engine:
         check()
         started, config, asked = time.perf_counter(), self.config, RequestOptions.read(options)
         self._prefiller.check_method(asked.method)
+        if asked.max_tokens is not None:
+            check_whole("max_tokens", asked.max_tokens)
         max_tokens = config.max_tokens if asked.max_tokens is None else asked.max_tokens
-        if max_tokens is not None:
-            check_max_tokens(max_tokens)
-        recompute_ratio = config.recompute_ratio if asked.recompute_ratio is None else asked.recompute_ratio
-        config.fusion_config(recompute_ratio)
+        ratio = asked.recompute_ratio
+        fusion = self._fusion if ratio is None else replace(self._fusion, recompute_ratio=ratio)
         searches = asked.documents is not None or asked.layout is None or asked.num_chunks != 0
         layout = asked.layout or self.prompts.question(question)
         layout.check_length(max_tokens, self.fusor.max_positions)
@@ -221,7 +223,7 @@ class Engine:
             engine=self,
             asked=asked,
             method=asked.method,
-            recompute_ratio=recompute_ratio,
+            recompute_ratio=fusion.recompute_ratio,
             max_tokens=prompt.check_length(max_tokens, self.fusor.max_positions),
             chunks=scored,
             prompt=prompt,

@@ -102,7 +102,7 @@ class Prefiller:
         self._background, self._config, self.controller = background, config, controller
         self._prefix_kv: ChunkKV | None = fusor.precompute(encoder.prefix_ids) if encoder.prefix_ids else None
         self.work = WorkEstimator(
-            schedule=config.fusion_config(None).schedule,
+            schedule=config.fusion.schedule,
             layers=fusor.decoder.geometry.layers,
             row_multiply_adds=fusor.decoder.layer_parameters,
             device_type=fusor.decoder.device.type,
@@ -185,7 +185,8 @@ class Prefiller:
                 prefix.exact_tokens = plan.exact_tokens
                 # 2. Fuse, a layer a step; the loader reads the next layers meanwhile.
                 source = prefix.record(ResidentLayers() if plan.full_recompute else loader)
-                steps = self._fusor.fuse_steps(_segments(plan.segments), self._config.fusion_config(plan.ratio), source)
+                fusion = replace(self._config.fusion, recompute_ratio=plan.ratio)
+                steps = self._fusor.fuse_steps(_segments(plan.segments), fusion, source)
                 fused = yield from steps
                 # 3. Compare the plan with what it took, and have the misses computed after the running requests.
                 self._observe(plan, loader.load_s, self._synchronized() - planned - steps.preempted_s, fused.wait_s)

@@ -49,8 +49,7 @@ def make_controller(config: EngineConfig, fusor: Fusor, profile: Profile) -> Loa
         ProfileError: it is of another model, device or version.
     """
     profile.check(model=fusor.fingerprint, device=describe_device(fusor.runner.geometry.device))
-    schedule = config.fusion_config(None).schedule
-    return LoadingController(config.loader, profile, schedule, copied_tiers(fusor.runner.geometry.device))
+    return LoadingController(config.loader, profile, config.fusion.schedule, copied_tiers(fusor.runner.geometry.device))
 
 
 def find_controller(config: EngineConfig, fusor: Fusor) -> LoadingController | None:

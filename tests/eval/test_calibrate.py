@@ -126,8 +126,7 @@ def test_the_command_and_the_engine(run: Run, model_dir: Path, fusor: Fusor, emb
     assert (tmp_path / "run" / "summary.json").is_file()
     config = EngineConfig(model=str(model_dir), store_dir="store", retriever=RetrieverConfig(chunk_tokens=48))
     with Engine(config, fusor=fusor, embedder=embedder) as engine:
-        settled = engine.config.fusion_config(None)
-        assert (settled.recompute_ratio, settled.selector) == (0, chosen["selector"])
+        assert (engine.config.loader.quality_ratio, engine.config.fusion.selector) == (0, chosen["selector"])
     code, _, err = run(model_dir, *options, "--out", "run")
     assert code == 2
     assert "exists" in err

@@ -9,8 +9,8 @@ import pytest
 import torch
 from chunks import HEADS, TOKENS, file_of, make_chunk, same
 
-from cacheblend.base.memory import host_bytes
 from cacheblend.store import ConfigError, DamagedEntryError, InputError, KVStore, StoreConfig
+from cacheblend.store.chunk import host_bytes
 from cacheblend.store.entry_file import leave_direct
 
 KEY, KV = make_chunk(1)

@@ -24,8 +24,8 @@ from letters import (
 )
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.base.memory import host_bytes
 from cacheblend.store import InputError, StoreError
+from cacheblend.store.chunk import host_bytes
 from cacheblend.store.prefix_blocks import BLOCK_TOKENS, BlockChain, chain_root
 
 

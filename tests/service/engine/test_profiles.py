@@ -186,8 +186,8 @@ def calibrated_engine(open_engine: OpenEngine, calibration: Calibration) -> Open
 
 def taken(engine: Engine) -> tuple[float, object]:
     """Ratio and selector where a question asks for neither."""
-    config = engine.config.fusion_config(engine.config.recompute_ratio)
-    return config.recompute_ratio, config.selector
+    ratio, config = engine.config.recompute_ratio, engine.config
+    return config.loader.quality_ratio if ratio is None else ratio, config.fusion.selector or DEFAULT_SELECTOR
 
 
 def blended(engine: Engine, **options: object) -> float | None:
