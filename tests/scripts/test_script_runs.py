@@ -85,7 +85,7 @@ def test_what_a_server_does_not_list_is_lost(monkeypatch: pytest.MonkeyPatch) ->
     """Lost is what was acknowledged and is not listed; a deletion that a kill cut off may have been made."""
     script = load_script("crash_server")
     known = script.Acknowledged(texts={"here": "a", "gone": "b", "deleted": None, "doubtful": "c"}, doubtful={"doubtful": None})
-    monkeypatch.setattr("acknowledged._listed", lambda _: {"here", "doubtful"})
+    monkeypatch.setattr(script, "_listed", lambda _: {"here", "doubtful"})
     assert script.lost_documents("http://one", known) == {"gone"}
 
 
