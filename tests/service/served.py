@@ -6,10 +6,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from recorded import RecordedAnswer, replay_prompt
-
+from cacheblend.blend import ExplicitPositions, FusionConfig, Segment
+from cacheblend.blend.precompute import DOCUMENT_TOKENS
 from cacheblend.service import AnswerPlan, Engine
+from cacheblend.service.engine.chunk_context import chunk_context
+from cacheblend.service.engine.config import INSTRUCTION
 from cacheblend.service.engine.decoding import Piece
+from cacheblend.service.engine.prompt import PromptRenderer
 from cacheblend.service.engine.request import Done, Event, Failed
 from cacheblend.service.serving.scheduler import Scheduler
 
@@ -59,4 +62,21 @@ def serve(
 
 def replay(engine: Engine, plan: AnswerPlan, tokens: int) -> list[int]:
     """The greedy tokens of a plan, run alone from freshly computed KV."""
-    return engine.fusor.generate(replay_prompt(engine.fusor, RecordedAnswer.of_plan(plan, ())), tokens)
+    fusor = engine.fusor
+    if plan.method == "full_recompute":
+        return fusor.generate(fusor.prefill([token for segment in plan.segments for token in segment.token_ids]), tokens)
+    head = PromptRenderer(fusor.tokenizer, INSTRUCTION).prefix
+    context = chunk_context(fusor, "auto", DOCUMENT_TOKENS)
+    segments = list[Segment]()
+    for planned in plan.segments:
+        token_ids, earlier = planned.token_ids, planned.earlier
+        match planned.kind:
+            case "fresh":
+                segments.append(Segment(token_ids))
+            case "exact":
+                segments.append(Segment(token_ids, fusor.precompute(token_ids), exact=True))
+            case _:
+                (kv,) = fusor.precompute_document([*earlier, token_ids], head, [len(earlier)], context)
+                segments.append(Segment(token_ids, kv))
+    fused = fusor.fuse(segments, FusionConfig(selector=ExplicitPositions(plan.recomputed)))
+    return fusor.generate(fused, tokens)

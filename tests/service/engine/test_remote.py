@@ -82,14 +82,6 @@ def stats_of(engine: Engine) -> RemoteStats:
     return stats
 
 
-def _paused(server: RedisServer) -> None:
-    server.pause()
-
-
-def _killed(server: RedisServer) -> None:
-    server.kill()
-
-
 def _flipped(server: RedisServer) -> None:
     import redis
 
@@ -105,7 +97,7 @@ def _gone(server: RedisServer) -> None:
         client.flushall()
 
 
-@pytest.mark.parametrize("fault", [_paused, _killed, _flipped, _gone])
+@pytest.mark.parametrize("fault", [RedisServer.pause, RedisServer.kill, _flipped, _gone])
 def test_faults_never_reach_an_answer(
     fault: Callable[[RedisServer], None],
     remote_engine: Engine,
