@@ -23,7 +23,7 @@ from fakes import tiny_tokenizer
 from cacheblend.base.errors import InputError
 from cacheblend.retriever import Document, PlainTokenizer
 from cacheblend.service.engine import file_converter
-from cacheblend.service.engine.document_sources import MAX_LINE_BYTES, MAX_TEXT_BYTES, DocumentStream, SourceReport
+from cacheblend.service.engine.document_sources import MAX_LINE_BYTES, MAX_TEXT_BYTES, DocumentStream, SourceReport, StreamSize
 from cacheblend.service.engine.file_converter import FileConverter, TextPart, join_short_parts
 
 LINE = json.dumps({"id": "one", "text": "some text"})
@@ -340,6 +340,9 @@ def test_a_folder_without_documents_says_what_is_in_it(tmp_path: Path) -> None:
     assert "no documents to ingest" in str(failed.value)
     assert "0.png: " in str(failed.value)
     assert str(failed.value).endswith("and 2 more")
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(InputError, match="no documents to ingest; give at least one"):
+        DocumentStream([str(tmp_path / "empty.jsonl")]).measure()
 
 
 CONFINED = """
@@ -434,6 +437,7 @@ def test_a_byte_order_mark_is_taken(tmp_path: Path, name: str, monkeypatch: pyte
     if name == "some.jsonl":
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
         assert read("-")[0] == [document]
+        assert DocumentStream(["-"]).measure() is None
 
 
 def refused_in_bytes(path: Path, says: str) -> int:
@@ -476,7 +480,7 @@ def test_tokens_of_a_stream(tmp_path: Path, lengths: list[int]) -> None:
     with closing(DocumentStream([str(tmp_path)])) as stream:
         size = stream.measure()
         tokens = sum(len(PlainTokenizer(tokenizer).ids(document.text)) for document in stream)
-    assert size is not None
+    assert size == StreamSize(len(lengths), stream.characters)
     assert sum(map(len, size.sample)) <= 2**16
     assert size.tokens(tokenizer) == pytest.approx(tokens, rel=0.2)
     assert size.tokens(None) == round(size.characters / 4)

@@ -32,6 +32,18 @@ def stored(engine: Engine) -> set[ChunkKey]:
     return {entry.key for entry in engine.store.ls()}
 
 
+def paged(documents: Documents, limit: int = 1, after: str | None = None, **options: bool) -> list[str]:
+    """The ids of all pages of a listing, one page after the other; each document is listed as it is shown."""
+    found, has_more = list[str](), True
+    while has_more:
+        page, has_more = documents.page(limit, after, **options)
+        assert 0 < len(page) <= limit
+        assert page == [documents.status(one.id) for one in page]
+        found += [one.id for one in page]
+        after = found[-1]
+    return found
+
+
 def test_ls_and_show(engine: Engine) -> None:
     """Every document is listed in the order of adding, with its chunks and what of their KV is stored."""
     engine.ingest(DOCUMENTS)
@@ -78,13 +90,8 @@ def test_a_page_of_files_reads_no_other_documents(engine: Engine, monkeypatch: p
     ids = [f"{name}#page={page}" for page in (1, 2, 3) for name in ("a.pdf", "b.pdf")] + ["c"]
     engine.ingest([{"id": id_, "text": f"the text of {id_}"} for id_ in ids])
     engine.ingest([{"id": "a.pdf#page=1", "text": "another first page, which is the last document now"}])
-    documents, after, names = engine.documents, ID, list[str]()
-    while True:
-        [file], has_more = documents.page(1, after, by_file=True)
-        assert file == documents.status(file.id)
-        names.append(after := file.id)
-        if not has_more:
-            break
+    documents = engine.documents
+    names = paged(documents, after=ID, by_file=True)
     assert names == [*(str(document["id"]) for document in DOCUMENTS[1:]), "b.pdf", "a.pdf", "c"]
     looked_at = list[str]()
     version = engine.retriever.version
@@ -111,11 +118,7 @@ def test_the_newest_first(engine: Engine) -> None:
         engine.ingest([{"id": id_, "title": "", "text": f"words of {id_} once more"}])
     expected = [names[0], "a.pdf", "b", *reversed(names[1:])]
     assert [status.id for status in engine.documents.page(by_file=True, newest_first=True)[0]] == expected
-    listed, after, has_more = list[str](), None, True
-    while has_more:
-        [status], has_more = engine.documents.page(1, after, by_file=True, newest_first=True)
-        listed.append(after := status.id)
-    assert listed == expected
+    assert paged(engine.documents, by_file=True, newest_first=True) == expected
     page, _ = engine.documents.page(3, newest_first=True)
     assert [status.id for status in page] == [names[0], "a.pdf#page=2", "b"]
 
@@ -404,14 +407,7 @@ def test_pages(engine: Engine) -> None:
     every = [status.id for status in engine.documents.ls()]
     assert every == [*(document["id"] for document in DOCUMENTS), "lost-a", "lost-b"]
     for limit in (1, 2, 3, 6, 7, 100):
-        found: list[str] = []
-        after, has_more = None, True
-        while has_more:
-            page, has_more = engine.documents.page(limit, after)
-            assert 0 < len(page) <= limit
-            found += [status.id for status in page]
-            after = found[-1]
-        assert found == every
+        assert paged(engine.documents, limit) == every
     assert engine.documents.page(5, "lost-b") == ([], False)
     engine.ingest([{**FIRST, "text": "it goes to the end"}])
     assert engine.documents.page(1)[0][0].id == DOCUMENTS[1]["id"]

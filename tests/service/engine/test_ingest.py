@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -203,13 +202,6 @@ def test_chunking_is_fixed_for_a_folder(open_engine: OpenEngine) -> None:
         open_engine(chunk_tokens=0)
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "documents.jsonl"
-    path.write_text("".join(json.dumps(document) + "\n" for document in MANY), encoding="utf-8")
-    return path
-
-
 def test_stream(open_engine: OpenEngine) -> None:
     """A stream is read no further than a batch ahead, and its report is that of all batches together."""
     engine = open_engine()
@@ -319,33 +311,16 @@ def test_killed_and_gone_on_with(open_engine: OpenEngine, model_dir: Path, tmp_p
     assert entries == len({key_of(engine, chunk) for chunk in engine.retriever.chunks()})
 
 
-def test_size_of_a_stream(file: Path, tmp_path: Path) -> None:
-    """Files are counted and checked before anything is done; standard input cannot be; nothing at all is an error."""
-    stream = DocumentStream([str(file)])
-    size = stream.measure()
-    documents = list(stream)
-    assert size == StreamSize(len(documents), sum(len(document.text) for document in documents))
-    assert stream.characters == size.characters
-    assert DocumentStream(["-"]).measure() is None
-    empty = tmp_path / "empty.jsonl"
-    empty.touch()
-    with pytest.raises(InputError, match="no documents"):
-        DocumentStream([str(empty)]).measure()
-    file.write_text(file.read_text() + '{"id": "bad"}\n')
-    with pytest.raises(InputError, match=f"line {len(MANY) + 1}"):
-        stream.measure()
-
-
 def show(progress: IngestProgress, documents: int, tokens: int) -> None:
     progress.documents, progress.tokens = documents, tokens
     progress.note_batch()
 
 
-def test_progress(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Speed and time left are those of the documents that were computed, not of those that were skipped."""
     now = 100.0
     monkeypatch.setattr("cacheblend.cli.terminal.time.monotonic", lambda: now)
-    stream = DocumentStream([str(file)])
+    stream = DocumentStream([])
     with IngestProgress(stream, StreamSize(20, 4000)) as progress:
         stream.characters = 1000
         show(progress, 5, 0)
