@@ -87,12 +87,12 @@ class Decoder:
         causal_lm = copy.deepcopy(model, shared)
         causal_lm.set_attn_implementation(IMPLEMENTATION)
         base = causal_lm.get_decoder()
-        layers: list[Any] = [_with_modules(layer, mlp=_RowPieces(layer.mlp)) for layer in base.layers]
+        layers: list[Any] = [with_modules(layer, mlp=_RowPieces(layer.mlp)) for layer in base.layers]
         self._rotary: nn.Module = base.rotary_emb
         self.apply_rotary: Callable[..., CosSin] = vars(sys.modules[type(base).__module__])["apply_rotary_pos_emb"]
         # Without layers and norm, the decoder's own forward is its embedding, multipliers included.
-        self._embedding = _with_modules(base, layers=nn.ModuleList(), norm=nn.Identity())
-        head = _with_modules(causal_lm, **{causal_lm.base_model_prefix: _GivenHidden(base.norm)})
+        self._embedding = with_modules(base, layers=nn.ModuleList(), norm=nn.Identity())
+        head = with_modules(causal_lm, **{causal_lm.base_model_prefix: _GivenHidden(base.norm)})
         if is_worth_packing(model):
             layers, head = list(map(packed, layers)), packed(head)
         self._layers, self._head = layers, head
@@ -280,7 +280,7 @@ def _last_outputs(linear: nn.Module, inputs: torch.Tensor, count: int) -> torch.
     return nn.functional.linear(inputs, linear.weight[-count:], None if linear.bias is None else linear.bias[-count:])
 
 
-def _with_modules(module: Any, **replaced: nn.Module) -> Any:
+def with_modules(module: Any, **replaced: nn.Module) -> Any:
     """A shallow copy of a module with some children replaced."""
     twin = copy.copy(module)
     twin._modules = {**module._modules, **replaced}

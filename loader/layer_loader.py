@@ -16,7 +16,6 @@ import weakref
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
@@ -277,7 +276,7 @@ class LayerLoader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:

@@ -227,8 +227,8 @@ class Catalog:
         """Refuse more bytes than the budget has room for, by `BudgetTooSmallError`."""
         if self._budget_bytes is None:
             return
-        pragmas = ("page_count", "freelist_count", "page_size")
-        pages, free_pages, page_bytes = (self._sql(f"PRAGMA {name}")[0][0] for name in pragmas)
+        tables = "pragma_page_count, pragma_freelist_count, pragma_page_size"
+        [[pages, free_pages, page_bytes]] = self._sql(f"SELECT * FROM {tables}")
         if (used_bytes := (pages - free_pages) * page_bytes) + more_bytes > self._budget_bytes:
             raise BudgetTooSmallError(
                 f"the index has {used_bytes} bytes, with these documents more than index_budget_bytes={self._budget_bytes}; "

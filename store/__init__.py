@@ -9,44 +9,31 @@ except ModuleNotFoundError as error:
         "CacheBlend needs Linux or macOS: its store locks and syncs files as POSIX has it. On Windows run it in WSL 2."
     ) from error
 
-from cacheblend.base.errors import ConfigError, DamagedEntryError, InputError, StoreDirectoryError, StoreError, StoreFullError
+from cacheblend.base.errors import ConfigError as ConfigError
+from cacheblend.base.errors import DamagedEntryError as DamagedEntryError
+from cacheblend.base.errors import InputError as InputError
+from cacheblend.base.errors import StoreDirectoryError as StoreDirectoryError
+from cacheblend.base.errors import StoreError as StoreError
+from cacheblend.base.errors import StoreFullError as StoreFullError
 
-from .catalog import CatalogEntry, StoredDocument
-from .chunk import ChunkKey, ChunkKV, KVHandle, context_digest
-from .codecs import LayerPair
-from .config import StoreConfig
-from .kv_store import KVStore
-from .nvme_tier import VerifyReport
-from .prefix_blocks import BLOCK_TOKENS, BlockChain, PrefixBlocks, PrefixRun, chain_root
-from .tiers import CACHE_TIERS, CacheTier, Placement, StoreStats, tiers_in_memory
-from .write_queue import DocumentVersion
-
-__all__ = [
-    "BLOCK_TOKENS",
-    "CACHE_TIERS",
-    "BlockChain",
-    "CacheTier",
-    "CatalogEntry",
-    "ChunkKV",
-    "ChunkKey",
-    "ConfigError",
-    "DamagedEntryError",
-    "DocumentVersion",
-    "InputError",
-    "KVHandle",
-    "KVStore",
-    "LayerPair",
-    "Placement",
-    "PrefixBlocks",
-    "PrefixRun",
-    "StoreConfig",
-    "StoreDirectoryError",
-    "StoreError",
-    "StoreFullError",
-    "StoreStats",
-    "StoredDocument",
-    "VerifyReport",
-    "chain_root",
-    "context_digest",
-    "tiers_in_memory",
-]
+from .catalog import CatalogEntry as CatalogEntry
+from .catalog import StoredDocument as StoredDocument
+from .chunk import ChunkKey as ChunkKey
+from .chunk import ChunkKV as ChunkKV
+from .chunk import KVHandle as KVHandle
+from .chunk import context_digest as context_digest
+from .codecs import LayerPair as LayerPair
+from .config import StoreConfig as StoreConfig
+from .kv_store import KVStore as KVStore
+from .nvme_tier import VerifyReport as VerifyReport
+from .prefix_blocks import BLOCK_TOKENS as BLOCK_TOKENS
+from .prefix_blocks import BlockChain as BlockChain
+from .prefix_blocks import PrefixBlocks as PrefixBlocks
+from .prefix_blocks import PrefixRun as PrefixRun
+from .prefix_blocks import chain_root as chain_root
+from .tiers import CACHE_TIERS as CACHE_TIERS
+from .tiers import CacheTier as CacheTier
+from .tiers import Placement as Placement
+from .tiers import StoreStats as StoreStats
+from .tiers import tiers_in_memory as tiers_in_memory
+from .write_queue import DocumentVersion as DocumentVersion

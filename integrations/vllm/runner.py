@@ -12,7 +12,6 @@ Shapes: H KV heads and Q query heads of this rank, S rows, N tokens, D head size
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,7 +27,7 @@ from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.blend import KVGeometry, LayerKV
 from cacheblend.blend.attention import Rows
 from cacheblend.blend.cpu_modules import with_fused_norms
-from cacheblend.blend.decoder import ROWS_AT_ONCE
+from cacheblend.blend.decoder import ROWS_AT_ONCE, with_modules
 from cacheblend.blend.interfaces import CosSin
 from cacheblend.blend.layer_passes import IsolatedPass, LayerPass, QuestionPass, RowsPass, Run, SharedPrefix, prefix_mask, runs
 from cacheblend.store import LayerPair
@@ -101,13 +100,13 @@ class VllmRunner:
         if len(shapes) > 1:
             raise UnsupportedModelError(f"{family} cannot be blended in vLLM: its layers have (heads, head size) {shapes}")
         self._layers = [
-            _with_modules(layer, self_attn=_with_modules(layer.self_attn, attn=stub))
+            with_modules(layer, self_attn=with_modules(layer.self_attn, attn=stub))
             for layer, stub in zip(layers, self._stubs, strict=True)
         ]
         # For chosen rows; neighbours have the very bits of vLLM's own norms.
         self._fused_layers = [with_fused_norms(layer, residuals=True) for layer in self._layers]
         none = _NoRotary()
-        self._unrotated = [_with_modules(x, self_attn=_with_modules(x.self_attn, rotary_emb=none)) for x in self._layers]
+        self._unrotated = [with_modules(x, self_attn=with_modules(x.self_attn, rotary_emb=none)) for x in self._layers]
         self._ropes = {id(layer.self_attn.rotary_emb): layer.self_attn.rotary_emb for layer in layers}
         self.layer_types: list[Hashable] = [id(layer.self_attn.rotary_emb) for layer in layers]
         self.windows: list[int | None] = [_window(attention, self._hf_config) for attention in attentions]
@@ -326,10 +325,3 @@ def _by_kernel(
 ) -> tuple[torch.Tensor, None]:
     """Attention of one sequence by vLLM's kernel, which knows the layer's window, scale and soft-capping."""
     return kernel.attend(layer, q, k, v, rows), None
-
-
-def _with_modules(module: Any, **replaced: nn.Module) -> Any:
-    """A shallow copy of a module with some children replaced."""
-    twin = copy.copy(module)
-    twin._modules = {**module._modules, **replaced}
-    return twin

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from cacheblend.base.errors import InputError
+from cacheblend.base.options import is_number
 from cacheblend.blend.layer_passes import MAX_QUESTION_TOKENS
 from cacheblend.service.engine.chunk_context import ChunkNaming
 from cacheblend.service.engine.prompt import PromptChunk, PromptTokens
@@ -63,7 +64,7 @@ class Marks:
             raise InputError("chunks: spans must be in order, without overlap, and none may be empty")
         if borders and (borders[0] < 0 or borders[-1] > prompt_tokens):
             raise InputError(f"chunks: spans must lie within the prompt's {prompt_tokens} tokens")
-        if ratio is not None and (isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1):
+        if ratio is not None and not (is_number(ratio) and 0 <= ratio <= 1):
             raise InputError(f"ratio={ratio!r}: give a number from 0 to 1")
         if documents and (len(documents) != len(spans) or not all(type(document) is int for document in documents)):
             raise InputError("documents: give a whole number for each chunk")
