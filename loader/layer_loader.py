@@ -207,7 +207,7 @@ class LayerLoader:
             raise FusionCancelledError("the loader was closed before the fusion began")
         self._started = True
         stored, at_layer_0 = prompt.cached(), prompt.cached(exact_only=not reuse_layer_0)
-        copied = {start for start, _, kv in stored if self._is_copy(kv, geometry)}
+        copied = {start for start, _, kv in stored if _is_copied(kv, geometry)}
         for layer in range(geometry.layers):
             reads = [LayerRead(layer, *chunk) for chunk in (stored if layer else at_layer_0)]
             self._copies.append([read for read in reads if read.start in copied])
@@ -224,17 +224,10 @@ class LayerLoader:
 
     def fetch_kv(self, kv: KVHandle, layer: int, buffer: LayerBuffer, start: int, stop: int) -> None:
         """Load a chunk's layer to the positions from `start` to `stop` of the prompt (the paper's `fetch_kv`). Thread-safe."""
-        if self._is_copy(kv, self._geometry):
+        if _is_copied(kv, self._geometry):
             kv.copy_layer(layer, buffer.layer_kv.kv_21HND[:, 0, :, start:stop])
         else:
             self._staging.load(kv, layer, buffer, start, stop)
-
-    def waits_for_device(self, kv: KVHandle) -> bool:
-        """Whether loading a chunk's layer waits for a device, so that threads do it ahead."""
-        return not kv.in_memory
-
-    def _is_copy(self, kv: KVHandle, geometry: KVGeometry) -> bool:
-        return geometry.device.type == "cpu" and not self.waits_for_device(kv)
 
     def synchronize(self, layer: int) -> LayerKV:
         """Wait until the layer is on the device, and hand it over; once for every layer, in order.
@@ -367,6 +360,11 @@ class LayerLoader:
             self.load_s += time.perf_counter() - self._under_way_since
             if self._stopped:
                 self._changed.notify_all()
+
+
+def _is_copied(kv: KVHandle, geometry: KVGeometry) -> bool:
+    """Whether the fusor's thread copies a chunk's layers, since no device is waited for; else threads load them ahead."""
+    return kv.in_memory and geometry.device.type == "cpu"
 
 
 def copied_tiers(device: torch.device) -> Collection[str]:

@@ -4,13 +4,14 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from prompts import BOS, chunk, draw_ids
 
 from cacheblend.blend import Fusor, Segment
 from cacheblend.loader import LayerLoader, LoaderConfig
-from cacheblend.loader.layer_loader import THREADS, LayerBuffer
-from cacheblend.store import ChunkKey, KVHandle, KVStore
+from cacheblend.loader.layer_loader import LayerBuffer
+from cacheblend.store import ChunkKey, ChunkKV, KVHandle, KVStore
 
 SEEDS = {"nvme": (1, 2), "ram": (3, 4), "memory": (5, 6)}
 TOKENS = {1: 17, 2: 1, 3: 33, 4: 8, 5: 5, 6: 21}
@@ -18,18 +19,12 @@ LAYERS = 4
 
 
 class SpyLoader(LayerLoader):
-    """Notes the layers that are fetched; with a gate, every fetch waits until it is open.
+    """Notes the layers that are fetched; with a gate, every fetch waits until it is open."""
 
-    With `ahead`, threads fetch what is in memory as well, as if it came from a device.
-    """
-
-    def __init__(self, config: LoaderConfig | None = None, gate: threading.Event | None = None, *, ahead: bool = False) -> None:
+    def __init__(self, config: LoaderConfig | None = None, gate: threading.Event | None = None) -> None:
         super().__init__(config)
         self.fetched: list[int] = []
-        self.gate, self.ahead = gate, ahead
-
-    def waits_for_device(self, kv: KVHandle) -> bool:
-        return self.ahead or super().waits_for_device(kv)
+        self.gate = gate
 
     def fetch_kv(self, kv: KVHandle, layer: int, buffer: LayerBuffer, start: int, stop: int) -> None:
         self.fetched.append(layer)
@@ -38,15 +33,30 @@ class SpyLoader(LayerLoader):
         super().fetch_kv(kv, layer, buffer, start, stop)
 
 
+class Elsewhere:
+    """A chunk's KV on another machine, say."""
+
+    tier, in_memory = "elsewhere", False
+
+    def __init__(self, kv: ChunkKV) -> None:
+        self._kv = kv
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kv, name)
+
+
+def elsewhere(fusor: Fusor, tokens: int, seed: int) -> Segment:
+    """A chunk whose KV threads load ahead."""
+    kv = chunk(fusor, tokens, seed).kv
+    assert isinstance(kv, ChunkKV)
+    return Segment(kv.token_ids, Elsewhere(kv))
+
+
 def key_of(segment: Segment) -> ChunkKey:
     kv = segment.kv
     assert kv is not None
     assert kv.model is not None
     return ChunkKey.of(kv.token_ids, prefix_ids=kv.prefix_ids, model=kv.model)
-
-
-def threads() -> int:
-    return THREADS.busy
 
 
 @contextmanager

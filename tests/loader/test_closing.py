@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 from prompts import chunk, draw_ids
-from spy_loader import SEEDS, TOKENS, SpyLoader, key_of, prompts, threads
+from spy_loader import SEEDS, TOKENS, SpyLoader, elsewhere, key_of, prompts
 from waiting import wait_until
 
 from cacheblend.base.errors import FusionCancelledError, StoreError
 from cacheblend.blend import FusionConfig, Fusor, Prompt, Segment
 from cacheblend.loader import LayerLoader, LoaderConfig
+from cacheblend.loader.layer_loader import THREADS
 from cacheblend.store import KVStore, Placement
 
 
@@ -23,7 +24,7 @@ def test_closing_midway(fusor: Fusor, stores: dict[str, KVStore], selector: str)
         assert [next(steps).layer, next(steps).layer] == [0, 1]
         steps.close()
         loader.close()
-        assert not threads()
+        assert not THREADS.busy
         placements = [segment.kv for segment in spread if isinstance(segment.kv, Placement)]
     assert open_entries(stores["nvme"]) == 0
     for placement in placements:
@@ -61,7 +62,7 @@ def close_while_reading(
     closer.join(60)
     assert not consumer.is_alive()
     assert not closer.is_alive()
-    assert not threads()
+    assert not THREADS.busy
     return before
 
 
@@ -111,8 +112,8 @@ def test_closed_before_synchronize(fusor: Fusor) -> None:
 @pytest.mark.filterwarnings("always::ResourceWarning")
 def test_unclosed(fusor: Fusor) -> None:
     """A loader that is dropped in the middle of a fusion warns, and its thread ends."""
-    prompt = Prompt.of([chunk(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))])
-    loader = SpyLoader(LoaderConfig(lookahead_bytes=1), ahead=True)
+    prompt = Prompt.of([elsewhere(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))])
+    loader = LayerLoader(LoaderConfig(lookahead_bytes=1))
     loader.start(prompt, fusor.decoder.geometry, reuse_layer_0=True)
     loader.synchronize(0)
     held = [loader]
@@ -121,7 +122,7 @@ def test_unclosed(fusor: Fusor) -> None:
     def drop() -> None:
         held.clear()
         gc.collect()
-        wait_until(lambda: not threads())
+        wait_until(lambda: not THREADS.busy)
 
     with pytest.warns(ResourceWarning, match="LayerLoader was not closed"):
         drop()

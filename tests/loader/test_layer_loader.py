@@ -1,15 +1,15 @@
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prompts import BOS, chunk, draw_ids, largest_difference
-from spy_loader import LAYERS, SEEDS, TOKENS, SpyLoader, key_of, prompts
+from spy_loader import LAYERS, SEEDS, TOKENS, SpyLoader, elsewhere, key_of, prompts
 from waiting import wait_until
 
 from cacheblend.base.errors import DamagedEntryError
@@ -120,15 +120,15 @@ def test_what_is_in_memory_is_copied_when_it_is_asked_for(fusor: Fusor) -> None:
         assert THREADS.busy == before
 
 
-@pytest.mark.parametrize("lookahead", [1, 2, 3])
-def test_lookahead_is_bounded(fusor: Fusor, lookahead: int) -> None:
-    """A fusor that is slower than the loading finds exactly the whole layers that fit the look-ahead, never a layer more."""
-    prompt = Prompt.of([chunk(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))])
+@pytest.mark.parametrize("room", [0, 1, 2, 3])
+def test_lookahead_is_bounded(fusor: Fusor, room: int) -> None:
+    """A fusor that is slower than the loading finds exactly the whole layers that fit the look-ahead, at least one."""
+    prompt = Prompt.of([elsewhere(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))])
     layer_bytes = fusor.decoder.geometry.layer_bytes(11)
-    with SpyLoader(LoaderConfig(lookahead_bytes=(lookahead + 1) * layer_bytes - 1), ahead=True) as loader:
+    with SpyLoader(LoaderConfig(lookahead_bytes=(room + 1) * layer_bytes - 1)) as loader:
         loader.start(prompt, fusor.decoder.geometry, reuse_layer_0=True)
         for layer in range(LAYERS):
-            ahead = min(layer + lookahead, LAYERS)
+            ahead = min(layer + max(room, 1), LAYERS)
             wait_until(lambda ahead=ahead: len(loader.fetched) >= ahead)
             time.sleep(0.02)  # time for a layer too many
             assert loader.fetched == list(range(ahead))
@@ -158,16 +158,6 @@ def test_damage_reaches_the_fusor(fusor: Fusor, tmp_path: Path) -> None:
         assert key_of(bad) not in store
         assert key_of(good) in store
         assert store.stats().damaged == 1
-
-
-def test_a_layer_of_no_room_for_another(fusor: Fusor) -> None:
-    """A look-ahead below one layer still loads one."""
-    prompt = Prompt.of([chunk(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))])
-    with SpyLoader(LoaderConfig(lookahead_bytes=1), ahead=True) as loader:
-        loader.start(prompt, fusor.decoder.geometry, reuse_layer_0=True)
-        for layer in range(LAYERS):
-            loader.synchronize(layer)
-    assert loader.fetched == list(range(LAYERS))
 
 
 @pytest.mark.parametrize("most", [1, 3])
@@ -200,16 +190,16 @@ def test_one_fusion_each(fusor: Fusor) -> None:
             loader.synchronize(1)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_failure_while_loading(fusor: Fusor, ahead: bool) -> None:
+@pytest.mark.parametrize("make", [chunk, elsewhere])
+def test_failure_while_loading(fusor: Fusor, make: Callable[..., Segment]) -> None:
     """Whatever goes wrong in a thread, or in the fusor's own copy, is raised by the fusion as it is."""
 
-    class BrokenLoader(SpyLoader):
+    class BrokenLoader(LayerLoader):
         def fetch_kv(self, kv: KVHandle, layer: int, buffer: LayerBuffer, start: int, stop: int) -> None:
             raise MemoryError(f"layer {layer}")
 
-    with BrokenLoader(ahead=ahead) as loader, pytest.raises(MemoryError, match="layer 0"):
-        fusor.fuse([chunk(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))], source=loader)
+    with BrokenLoader() as loader, pytest.raises(MemoryError, match="layer 0"):
+        fusor.fuse([make(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))], source=loader)
 
 
 @pytest.mark.parametrize(("heads", "head_dim", "layers"), [(1, 16, 4), (2, 8, 4), (2, 16, 3), (2, 16, 5)])
@@ -223,22 +213,9 @@ def test_kv_of_another_shape(fusor: Fusor, heads: int, head_dim: int, layers: in
 
 def test_other_kinds_of_kv(fusor: Fusor) -> None:
     """KV of a kind that the loader has not heard of is loaded by threads as its handle says, and counted by its tier."""
-
-    class Elsewhere:
-        """A chunk's KV on another machine, say."""
-
-        tier, in_memory = "elsewhere", False
-
-        def __init__(self, kv: ChunkKV) -> None:
-            self._kv = kv
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._kv, name)
-
-    segments = [chunk(fusor, 6, seed=1), Segment(draw_ids(3, seed=2))]
-    here = segments[0].kv
-    assert isinstance(here, ChunkKV)
+    here, question = chunk(fusor, 6, seed=1), Segment(draw_ids(3, seed=2))
+    assert isinstance(here.kv, ChunkKV)
     with LayerLoader() as loader:
-        fused = fusor.fuse([Segment(here.token_ids, Elsewhere(here)), segments[1]], source=loader)
-        assert loader.bytes_by_tier == {"elsewhere": here.nbytes}
-    assert torch.equal(fused.logits, fusor.fuse(segments).logits)
+        fused = fusor.fuse([elsewhere(fusor, 6, seed=1), question], source=loader)
+        assert loader.bytes_by_tier == {"elsewhere": here.kv.nbytes}
+    assert torch.equal(fused.logits, fusor.fuse([here, question]).logits)
