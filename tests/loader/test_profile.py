@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from cacheblend.loader import (
     write_calibration,
     write_profile,
 )
-from cacheblend.loader.profile import calibration_path, profile_path
+from cacheblend.loader.profile import profile_path
 
 
 def test_a_measured_profile(fusor: Fusor, tmp_path: Path) -> None:
@@ -79,67 +78,13 @@ def test_found_by_model_and_device(tmp_path: Path) -> None:
     assert read_profile(tmp_path / "nowhere", model="model", device="device") is None
 
 
-def test_in_another_profiles_place(tmp_path: Path) -> None:
-    """A file that was copied from another machine is refused by what it says it was measured on."""
-    written = write_profile(tmp_path, linear_profile(device="GPU A"))
-    written.rename(profile_path(tmp_path, model="model", device="GPU B"))
-    with pytest.raises(ProfileError, match="another device: 'GPU A', and this is 'GPU B'"):
-        read_profile(tmp_path, model="model", device="GPU B")
-
-
-def test_of_another_torch() -> None:
-    """A profile of another torch build is refused: its kernels are others."""
-    with pytest.raises(ProfileError, match=r"another torch: '1\.0'"):
-        replace(linear_profile(), torch_version="1.0").check(model="model", device="device")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"format": 99},
-        {"prefill": []},
-        {"prefill": [{"tokens": 10, "seconds": "1"}]},
-        {"prefill": [{"tokens": 0, "seconds": 1.0}]},
-        {"prefill": [{"tokens": 10, "seconds": -1.0}]},
-        {"prefill": [{"tokens": 10, "seconds": math.nan}]},
-        {"prefill": 7},
-        {"blend": []},
-        {"tiers": {"ram": {"read_s": 0.0, "bytes_per_s": 0.0}}},
-        {"tiers": None},
-        {"tiers": {"ram": {"read_s": 0.0, "bytes_per_s": 1.0}}},
-        {"layers": 0},
-        {"layers": True},
-        {"stranger": 1},
-    ],
-)
-def test_damaged(tmp_path: Path, change: dict[str, object]) -> None:
-    """A file whose values are not a profile's is refused with the remedy, whatever is wrong with it."""
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps(linear_profile().as_dict() | change))
-    with pytest.raises(ProfileError):
-        load_profile(path)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "null"])
-def test_not_json(tmp_path: Path, content: str) -> None:
-    """A file that is no JSON object is refused by its path."""
-    path = tmp_path / "profile.json"
-    path.write_text(content)
-    with pytest.raises(ProfileError, match=r"profile\.json"):
-        load_profile(path)
-
-
-def test_missing(tmp_path: Path) -> None:
-    """A profile that is named and not there is an error with its path."""
-    with pytest.raises(ProfileError, match=r"no\.json"):
-        load_profile(tmp_path / "no.json")
-
-
-def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    """A folder that is a file is refused."""
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ProfileError, match="file"):
-        write_profile(tmp_path / "file", linear_profile())
+@pytest.mark.parametrize(("field", "name"), [("model", "model"), ("device", "device"), ("torch_version", "torch")])
+def test_a_profile_of_another(tmp_path: Path, field: str, name: str) -> None:
+    """A file that stands in a profile's place is refused by the model, the device and the torch that it was measured with."""
+    written = write_profile(tmp_path, replace(linear_profile(), **{field: "another"}))  # type: ignore[arg-type]  # all are texts
+    written.rename(profile_path(tmp_path, model="model", device="device"))
+    with pytest.raises(ProfileError, match=f"another {name}: 'another', and this is "):
+        read_profile(tmp_path, model="model", device="device")
 
 
 MODEL, PREFIX = "0123456789abcdef" * 4, prefix_digest([1, 2, 3])
@@ -178,9 +123,41 @@ def test_a_calibration_is_found(tmp_path: Path) -> None:
     assert read_calibration(folder, model=MODEL, prefix=prefix_digest([1, 2])) is None
 
 
+TORN = ["", "{", "[]", "null", '{"format": 1}', '{"format": NaN}']
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *TORN,
+        {"format": 99},
+        {"prefill": []},
+        {"prefill": [{"tokens": 10, "seconds": "1"}]},
+        {"prefill": [{"tokens": 0, "seconds": 1.0}]},
+        {"prefill": [{"tokens": 10, "seconds": -1.0}]},
+        {"prefill": [{"tokens": 10, "seconds": math.nan}]},
+        {"prefill": 7},
+        {"blend": []},
+        {"tiers": {"ram": {"read_s": 0.0, "bytes_per_s": 0.0}}},
+        {"tiers": None},
+        {"tiers": {"ram": {"read_s": 0.0, "bytes_per_s": 1.0}}},
+        {"layers": 0},
+        {"layers": True},
+        {"stranger": 1},
+    ],
+)
+def test_damaged_profiles(tmp_path: Path, change: str | dict[str, object]) -> None:
+    """A file that is torn, or whose values are not a profile's, is refused with file and remedy, whatever is wrong with it."""
+    path = tmp_path / "profile.json"
+    path.write_text(change if isinstance(change, str) else json.dumps(linear_profile().as_dict() | change))
+    with pytest.raises(ProfileError, match=r"profile\.json.*cacheblend profile"):
+        load_profile(path)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
+        *((text, "cannot be used") for text in TORN),
         ({"format": 2}, "format 2"),
         ({"selector": "best"}, "selector='best'"),
         ({"selector": ["gradual"]}, "calibration"),
@@ -191,34 +168,27 @@ def test_a_calibration_is_found(tmp_path: Path) -> None:
         ({"measures": 3}, "cannot be used"),
         ({"thresholds": {"max_kl": -1}}, "max_kl"),
         ({"surplus": 1}, "surplus"),
+        ({"model": "other"}, "another model: 'other'"),
+        ({"prefix": "other"}, "another prefix: 'other'"),
     ],
 )
-def test_damaged_calibrations(tmp_path: Path, change: dict[str, Any], says: str) -> None:
-    """A value that cannot be is refused, with file, value and remedy."""
+def test_damaged_calibrations(tmp_path: Path, change: str | dict[str, object], says: str) -> None:
+    """A file that is torn, has a value that cannot be, or is of another model or prefix, is refused with file and remedy."""
     path = write_calibration(tmp_path, CALIBRATION)
-    path.write_text(json.dumps({**CALIBRATION.as_dict(), **change}))
+    path.write_text(change if isinstance(change, str) else json.dumps(CALIBRATION.as_dict() | change))
     with pytest.raises(ProfileError, match="cacheblend calibrate") as error:
         read_calibration(tmp_path, model=MODEL, prefix=PREFIX)
     assert says in str(error.value)
     assert path.name in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '{"format": 1}', '{"format": NaN}'])
-def test_torn_calibrations(tmp_path: Path, text: str) -> None:
-    """A file that is torn, or is something else, is refused."""
-    path = calibration_path(tmp_path, model=MODEL, prefix=PREFIX)
-    path.write_text(text)
-    with pytest.raises(ProfileError, match="cacheblend calibrate"):
-        read_calibration(tmp_path, model=MODEL, prefix=PREFIX)
-
-
-@pytest.mark.parametrize("field", ["model", "prefix"])
-def test_of_another(tmp_path: Path, field: str) -> None:
-    """A file under this model's name that is of another model or prefix is refused, and both are named."""
-    path = write_calibration(tmp_path, CALIBRATION)
-    path.write_text(json.dumps({**CALIBRATION.as_dict(), field: "other"}))
-    with pytest.raises(ProfileError, match=f"another {field}: 'other'"):
-        read_calibration(tmp_path, model=MODEL, prefix=PREFIX)
+def test_files_that_are_missing_or_cannot_be_made(tmp_path: Path) -> None:
+    """A profile that is named and not there, and a folder that is a file, are errors with the path."""
+    with pytest.raises(ProfileError, match=r"no\.json"):
+        load_profile(tmp_path / "no.json")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ProfileError, match="file"):
+        write_profile(tmp_path / "file", linear_profile())
 
 
 def test_thresholds() -> None:
