@@ -148,11 +148,7 @@ def test_a_name_that_is_no_text(directory: Path) -> None:
         open_index(directory)
 
 
-def to_format_3(directory: Path) -> None:
-    with sqlite3.connect(directory / "catalogue.sqlite") as later:
-        later.execute("UPDATE meta SET value = '3' WHERE key = 'format'")
-        later.execute("ALTER TABLE chunks RENAME TO pieces")
-    later.close()
+TO_FORMAT_3 = "UPDATE meta SET value = '3' WHERE key = 'format'"
 
 
 def content(directory: Path) -> list[str]:
@@ -170,7 +166,8 @@ def test_an_index_of_another_format(tmp_path: Path, documents: list[dict[str, st
     with open_index(tmp_path / "index") as index:
         if documents:
             index.add(documents)
-    to_format_3(tmp_path / "index")
+    alter(tmp_path / "index", TO_FORMAT_3)
+    alter(tmp_path / "index", "ALTER TABLE chunks RENAME TO pieces")
     before = content(tmp_path / "index")
     with pytest.raises(RetrieverError, match=REFUSED):
         use(tmp_path / "index")
@@ -181,8 +178,6 @@ def test_a_format_that_changes_under_an_open_index(tmp_path: Path) -> None:
     """A process that has the index open while another version takes it over adds nothing to it any more."""
     with open_index(tmp_path) as index:
         index.add(DOCUMENTS[:1])
-        with sqlite3.connect(tmp_path / "catalogue.sqlite") as later:
-            later.execute("UPDATE meta SET value = '3' WHERE key = 'format'")
-        later.close()
+        alter(tmp_path, TO_FORMAT_3)
         with pytest.raises(RetrieverError, match=REFUSED):
             index.add(DOCUMENTS)

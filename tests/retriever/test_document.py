@@ -1,5 +1,6 @@
 """Documents and settings: what is accepted, and what a refusal says."""
 
+import math
 import re
 from pathlib import Path
 
@@ -61,6 +62,12 @@ def test_bad_document_is_refused(raw: object, says: str) -> None:
         ("separator", None),
         ("embedder", " "),
         ("directory", 3),
+        ("retrieval", "bm26"),
+        ("search_rounds", 3),
+        ("min_score", 2),
+        ("min_score", math.nan),
+        ("min_score", "1"),
+        ("reranker", " "),
     ],
 )
 def test_bad_setting_is_refused(field: str, value: object) -> None:

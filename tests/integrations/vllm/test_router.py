@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -269,36 +269,43 @@ def folder(tmp_path: Path) -> Path:
     return files
 
 
-def ingest(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["ingest", *arguments])
-    captured = capsys.readouterr()
-    return int(ended.value.code or 0), captured.out, captured.err
+Ingest = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def ingest(folder: Path, capsys: pytest.CaptureFixture[str]) -> Ingest:
+    """`cacheblend ingest` of the folder with more arguments; returns exit code, output and errors."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["ingest", str(folder), *arguments])
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return run
 
 
 def test_files_are_stored_by_the_running_engine(
-    url: str, workers: Workers, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    url: str, workers: Workers, folder: Path, ingest: Ingest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder's documents are posted one by one; a file that cannot be used is named; a second run computes nothing."""
     monkeypatch.setenv("CACHEBLEND_VLLM_API_KEY", KEY)
     (folder / "broken.jsonl").write_text("{not json", encoding="utf-8")
-    code, out, err = ingest(capsys, str(folder), "--vllm", f"{url}/v1", "--json")
+    code, out, err = ingest("--vllm", f"{url}/v1", "--json")
     report = json.loads(out)
     assert (code, "broken.jsonl" in err) == (1, True)
     assert [Path(name).name for name in report["faults"]] == ["broken.jsonl"]
     assert (report["documents"], report["computed"], report["already_stored"]) == (2, len(workers.stored), 0)
     assert report["chunks"] > 2
     (folder / "broken.jsonl").unlink()
-    code, out, _ = ingest(capsys, str(folder), "--vllm", url)
+    code, out, _ = ingest("--vllm", url)
     assert (code, f"KV of 0 computed, {report['chunks']} stored before" in out) == (0, True)
 
 
-def test_a_document_that_is_refused_is_named(
-    url: str, routes: BlendRoutes, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_document_that_is_refused_is_named(url: str, routes: BlendRoutes, ingest: Ingest) -> None:
     """What vLLM refuses of one document, such as a chunk beyond the model's positions, has its id; the others are stored."""
     replace_engine(routes, max_positions=50)
-    code, out, err = ingest(capsys, str(folder), "--vllm", url, "--vllm-api-key", KEY, "--json")
+    code, out, err = ingest("--vllm", url, "--vllm-api-key", KEY, "--json")
     report = json.loads(out)
     assert (code, report["documents"], report["computed"]) == (1, 1, 1)
     ((name, why),) = report["faults"].items()
@@ -317,16 +324,9 @@ def test_a_document_that_is_refused_is_named(
     ],
 )
 def test_what_is_wrong_with_the_server_is_said(
-    url: str,
-    workers: Workers,
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    address: str,
-    options: list[str],
-    code: int,
-    said: str,
+    url: str, workers: Workers, ingest: Ingest, address: str, options: list[str], code: int, said: str
 ) -> None:
     """A wrong key, no such route, a failing engine and nobody there are one line each, with what to do."""
     workers.broken = True
-    ended, _, err = ingest(capsys, str(folder), "--vllm", address.replace("URL", url), *options)
+    ended, _, err = ingest("--vllm", address.replace("URL", url), *options)
     assert (ended, said in err) == (code, True)
