@@ -209,7 +209,7 @@ def stop_in_grace(server: Server) -> None:
     """Take nothing new, give up uploads after half of the grace and requests before its end, and end the process after it."""
     began, grace_s = time.monotonic(), server.scheduler.config.grace_s
     steps: list[tuple[float, Callable[[], None]]] = [
-        (grace_s / 2, lambda: server.uploads.close(timeout_s=0)),
+        (grace_s / 2, lambda: server.uploads.close(wait=False)),
         (max(grace_s / 2, grace_s - LAST_S), server.give_up),
         (grace_s + LAST_S, lambda: None),
     ]

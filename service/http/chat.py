@@ -7,6 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -15,22 +16,24 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
-from cacheblend.base.errors import ClientGoneError, DeadlineError, MissingExtraError
+from cacheblend.base.errors import MissingExtraError
 from cacheblend.base.threads import Check
-from cacheblend.service.engine.decoding import Piece
+from cacheblend.service.engine.decoding import Piece, Sampling
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.grammar import GrammarCompiler
 from cacheblend.service.engine.prompt import PromptRenderer, question_place
 from cacheblend.service.engine.request import Done, Event, Failed
 from cacheblend.service.engine.request import Request as PromptRequest
+from cacheblend.service.serving.scheduler import late_error
 
 from .answers import ChatChoice, TextChoice, answer_report, usage
 from .guard import JsonRoute, error_body, refused
 from .schemas import ChatBody, CompletionBody, GenerationBody, ToolBody
-from .server import LOOK_FOR_CLIENT_S, Server, run_call
+from .server import Server, run_call, while_client_waits
 
 DEFAULT_NUM_CHUNKS = 6
 LATE_S = 1.0  # after the deadline
+OF_SAMPLING = {field.name for field in fields(Sampling)}
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer; with `stream` as server-sent events.", "content": {"text/event-stream": {}}}
 }
@@ -107,20 +110,9 @@ def sampling_of(body: GenerationBody, grammars: GrammarCompiler) -> dict[str, An
     except MissingExtraError as error:
         assert asked is not None
         raise refused(asked[0], "JSON needs the extra `structured` where the service runs; leave it out") from error
-    given = {
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "min_p": body.min_p,
-        "seed": body.seed,
-        "presence_penalty": body.presence_penalty,
-        "frequency_penalty": body.frequency_penalty,
-        "repetition_penalty": body.repetition_penalty,
-        "logit_bias": {int(key): value for key, value in bias.items()},
-        "logprobs": body.returned_logprobs,
-        "grammar": grammar,
-    }
-    return {name: value for name, value in given.items() if value is not None}
+    given = body.model_dump(include=OF_SAMPLING, exclude_none=True)
+    given["logit_bias"] = {int(key): value for key, value in bias.items()}
+    return {**given, "logprobs": body.returned_logprobs, "grammar": grammar}
 
 
 async def _respond(
@@ -155,7 +147,7 @@ async def _respond(
     try:
         generation.submit()
         # 4. Answer, at once or streamed; an error before the first event is a response of its own, and no stream.
-        return EventStream(generation, await generation.next()) if body.stream else await generation.complete()
+        return await while_client_waits(request, generation.stream() if body.stream else generation.complete())
     except BaseException:
         generation.cancel()
         raise
@@ -168,9 +160,8 @@ class Generation:
     """
 
     def __init__(self, request: Request, first: PromptRequest, body: GenerationBody, choice_class: type[TextChoice]) -> None:
-        self._request, self._body, self._events = request, body, asyncio.Queue[tuple[int, Event]]()
+        self._body, self._events = body, asyncio.Queue[tuple[int, Event]]()
         self._server: Server = request.app.state.server
-        self._looked = time.monotonic()
         self._choices = [choice_class(index, body, self._server.token_text) for index in range(body.n or 1)]
         self._head = {
             "id": f"{choice_class.prefix}-{uuid.uuid4().hex}",
@@ -194,26 +185,23 @@ class Generation:
         """The next event, and of which choice.
 
         Raises:
-            ClientGoneError: nobody waits any more.
             DeadlineError: the scheduler has not ended the request at its deadline, as one of its steps is longer.
             CacheBlendError: the error of a choice that failed.
         """
         deadline_s = self._server.scheduler.config.deadline_s
-        while True:
-            if time.monotonic() >= self._looked + LOOK_FOR_CLIENT_S:
-                self._looked = time.monotonic()
-                if await self._request.is_disconnected():
-                    raise ClientGoneError("the client has left")
-                if self._events.empty() and time.perf_counter() > self._served[0].asked.arrived + deadline_s + LATE_S:
-                    raise DeadlineError(f"no answer within deadline_s={deadline_s:g}; ask for less, or later")
-            try:
-                async with asyncio.timeout(LOOK_FOR_CLIENT_S):
-                    index, event = await self._events.get()
-            except TimeoutError:
-                continue
-            if isinstance(event, Failed):
-                raise event.error
-            return index, event
+        left_s = self._served[0].asked.arrived + deadline_s + LATE_S - time.perf_counter()
+        try:
+            async with asyncio.timeout(max(0.0, left_s)):  # an event that is there is had at once, however late it is
+                index, event = await self._events.get()
+        except TimeoutError:
+            raise late_error(deadline_s) from None
+        if isinstance(event, Failed):
+            raise event.error
+        return index, event
+
+    async def stream(self) -> Response:
+        """The answer event by event, once the first one is there."""
+        return EventStream(self, await self.next())
 
     async def complete(self) -> Response:
         """The complete answer, written in a thread: thousands of tokens with their log-probabilities need seconds."""

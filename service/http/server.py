@@ -7,7 +7,7 @@ import logging
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -167,7 +167,7 @@ class Server:
         """Give up all that runs; its clients get that answer now, and the work ends at its next step. Returns at once."""
         self.scheduler.abort()
         for pool in self._pools:
-            pool.close(timeout_s=0)
+            pool.close(wait=False)
 
     def __enter__(self) -> Self:
         return self
@@ -214,18 +214,28 @@ async def run_call(pool: CallPool, request: Request, work: Callable[[Check], _Re
         until_begun=until_begun,
     )
     pool.submit(call)
-    waiting = asyncio.wrap_future(call.future)
+    try:
+        return await while_client_waits(request, asyncio.wrap_future(call.future), call.check)
+    except BaseException as error:  # the server cancels what waits when it is closed
+        pool.leave(call, error if isinstance(error, ServiceError) else ClientGoneError("the client has left"))
+        raise
+
+
+async def while_client_waits(request: Request, work: Awaitable[_Result], check: Check = lambda: None) -> _Result:
+    """Wait for work as long as a request's client does, and as long as `check` does not raise.
+
+    Raises:
+        ClientGoneError: the client has left.
+    """
+    waiting = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait([waiting], timeout=LOOK_FOR_CLIENT_S))[0]:
             if await request.is_disconnected():
                 raise ClientGoneError("the client has left")
-            if (late := call.over) is not None:
-                raise late
-    except BaseException as error:  # the server cancels what waits when it is closed
+            check()
+        return waiting.result()
+    finally:
         waiting.cancel()
-        pool.leave(call, error if isinstance(error, ServiceError) else ClientGoneError("the client has left"))
-        raise
-    return waiting.result()
 
 
 async def run_document_call(request: Request, call: Callable[[Engine], _Result]) -> _Result:

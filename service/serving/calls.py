@@ -9,17 +9,19 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from cacheblend.base.errors import DeadlineError, QueueFullError, ShuttingDownError
+from cacheblend.base.errors import QueueFullError, ShuttingDownError
 from cacheblend.base.threads import Check, lower_priority
 
-from .scheduler import Turns
+from .scheduler import Turns, late_error
 
 LOOK_EVERY_S = 0.02  # how often a pool that pauses looks whether it may go on
 _Result = TypeVar("_Result")
 
 
+@dataclass(slots=True, eq=False)
 class Call(Generic[_Result]):
     """One client's call and its outcome. Thread-safe.
 
@@ -27,25 +29,22 @@ class Call(Generic[_Result]):
         work: runs in a thread. It calls the `Check` that it is given between batches, which raises when nobody waits any more.
         tenant: who calls; tenants take turns.
         deadline_s: seconds from the call's arrival after which it is given up.
-        arrived: `time.perf_counter` when the call came; None for now.
+        arrived: `time.perf_counter` when the call came; now by default.
         until_begun: whether the deadline no longer holds once the work has begun.
+
+    Attributes:
+        future: the outcome.
+        begun: `time.perf_counter` when its last batch began; None while it waits.
     """
 
-    def __init__(
-        self,
-        work: Callable[[Check], _Result],
-        *,
-        tenant: str = "",
-        deadline_s: float = math.inf,
-        arrived: float | None = None,
-        until_begun: bool = False,
-    ) -> None:
-        self.tenant, self._work = tenant, work
-        self.future: Future[_Result] = Future()
-        self.begun: float | None = None  # `time.perf_counter` when its last batch began
-        self._deadline_s, self._until_begun = deadline_s, until_begun
-        self._arrived = time.perf_counter() if arrived is None else arrived
-        self._given_up: BaseException | None = None
+    work: Callable[[Check], _Result]
+    tenant: str = ""
+    deadline_s: float = math.inf
+    arrived: float = field(default_factory=time.perf_counter)
+    until_begun: bool = False
+    future: Future[_Result] = field(init=False, default_factory=Future)
+    begun: float | None = field(init=False, default=None)
+    _given_up: BaseException | None = field(init=False, default=None)
 
     def give_up(self, error: BaseException) -> None:
         """Answer with an error now, and end the work at its next check; the first error counts."""
@@ -56,10 +55,10 @@ class Call(Generic[_Result]):
     @property
     def over(self) -> BaseException | None:
         """Why the call should not go on; None while it should."""
-        is_late = time.perf_counter() - self._arrived > self._deadline_s
-        if self._given_up is not None or not is_late or (self._until_begun and self.begun is not None):
+        is_late = time.perf_counter() - self.arrived > self.deadline_s
+        if self._given_up is not None or not is_late or (self.until_begun and self.begun is not None):
             return self._given_up
-        return DeadlineError(f"no answer within deadline_s={self._deadline_s:g}; ask for less, or later")
+        return late_error(self.deadline_s)
 
     def check(self) -> None:
         """Raise if the call is over."""
@@ -71,7 +70,7 @@ class Call(Generic[_Result]):
         try:
             self.check()
             self.begun = time.perf_counter()
-            outcome = self._work(check)
+            outcome = self.work(check)
         except BaseException as error:  # the waiting client must see it, whatever it is
             self.give_up(error)
         else:
@@ -88,7 +87,7 @@ class CallPool:
         name: of the threads, and of the calls in messages.
         max_calls: of one tenant, waiting and running; the next one is refused.
         per_tenant: calls of one tenant that run at once.
-        at_once: calls of all tenants that run at once; None for no limit.
+        at_once: calls of all tenants that run at once.
         pauses_while: says whether requests run; while they do, the pool's calls work for `share` of the time together.
         share: above 0 to 1.
         low_priority: whether the threads have a low priority (`lower_priority`).
@@ -100,7 +99,7 @@ class CallPool:
         max_calls: int,
         *,
         per_tenant: int = 1,
-        at_once: int | None = None,
+        at_once: float = math.inf,
         pauses_while: Callable[[], bool] = lambda: False,
         share: float = 1.0,
         low_priority: bool = False,
@@ -165,21 +164,20 @@ class CallPool:
         for call in waiting:
             call.give_up(_stopping())
 
-    def close(self, timeout_s: float | None = None) -> None:
-        """`stop`, give up the calls that run, and wait up to `timeout_s` until they have ended."""
+    def close(self, *, wait: bool = True) -> None:
+        """`stop`, give up the calls that run, and wait, if `wait`, until they have ended."""
         self.stop()
         with self._lock:
             running = dict(self._running)
         for call in running:
             call.give_up(_stopping())
-        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        for thread in running.values():
-            thread.join(None if timeout_s is None else max(0.0, until - time.monotonic()))
+        for thread in running.values() if wait else ():
+            thread.join()
 
     def _start(self) -> None:
         """Start the calls that may run; the lock is held."""
         running = Counter(call.tenant for call in self._running)
-        while self._at_once is None or len(self._running) < self._at_once:
+        while len(self._running) < self._at_once:
             call = self._turns.take(self._waiting, lambda call: running[call.tenant] < self._per_tenant)
             if call is None:
                 return

@@ -82,6 +82,11 @@ class ServingConfig:
             raise ConfigError("guard_floor", self.guard_floor, "0 where guard_share=0, since nothing is checked then")
 
 
+def late_error(deadline_s: float) -> DeadlineError:
+    """The error of a request that is older than `deadline_s`."""
+    return DeadlineError(f"no answer within deadline_s={deadline_s:g}; ask for less, or later")
+
+
 class HasTenant(Protocol):
     """A request as turns see it."""
 
@@ -335,19 +340,14 @@ class Scheduler:
 
     def _drop_ended(self) -> None:
         with self._changed:
-            over = [request for request in dict.fromkeys([*self._waiting, *self._running]) if self._is_over(request)]
-        for request in over:
-            self._leave(request, self._why_over(request))
-
-    def _is_over(self, request: Request) -> bool:
-        return request.cancelled or self._aborted or time.perf_counter() - request.asked.arrived > self.config.deadline_s
-
-    def _why_over(self, request: Request) -> Failed | None:
-        if request.cancelled:
-            return None
-        if self._aborted:
-            return Failed(ShuttingDownError("the service stopped before the answer was complete"))
-        return Failed(DeadlineError(f"no answer within deadline_s={self.config.deadline_s:g}; ask for less, or later"))
+            requests = dict.fromkeys([*self._waiting, *self._running])
+        for request in requests:
+            if request.cancelled:
+                self._leave(request, None)
+            elif self._aborted:
+                self._leave(request, Failed(ShuttingDownError("the service stopped before the answer was complete")))
+            elif time.perf_counter() - request.asked.arrived > self.config.deadline_s:
+                self._leave(request, Failed(late_error(self.config.deadline_s)))
 
     def _next_prompt(self) -> None:
         """Begin, or go on with, the prompt of the tenant whose turn it is; a new one needs a place."""
