@@ -14,7 +14,7 @@ import torch
 from cacheblend.service.engine.decoding import Piece, TextStream, TokenLogprob
 from cacheblend.service.engine.request import Done, Request, chunk_origin
 
-from .schemas import GenerationBody, check_bounds, read_arguments
+from .schemas import GenerationBody, read_arguments
 
 OPENS, CLOSES = "<tool_call>", "</tool_call>"  # as Hermes and Qwen write calls
 PLAN_FIELDS = ("method", "hits", "misses", "recompute_ratio", "reusable_tokens", "recomputed_tokens")  # of a report
@@ -159,11 +159,7 @@ class CallReader:
             if not isinstance(value, dict) or value.get("name") not in self._names:
                 return None, start
             arguments = value.get("arguments", value.get("parameters", {}))  # the latter is Llama's word
-            if isinstance(arguments, str):
-                arguments = read_arguments(arguments)
-            if not isinstance(arguments, dict):
-                return None, start
-            check_bounds(arguments)
+            arguments = read_arguments(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
         except (ValueError, TypeError, RecursionError):
             return None, start
         function = {"name": value["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}

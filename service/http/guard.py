@@ -10,8 +10,8 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
@@ -220,14 +220,12 @@ class ApiKeys:
 
     def __init__(self, tenants: Iterable[TenantConfig], api_key: str | None = None) -> None:
         self._tenants: dict[str, str] = {} if api_key is None else {hash_key(api_key): ""}
-        names = set[str]()
         for tenant in tenants:
             if api_key is not None:
                 remedy = "not beside [tenants.NAME] tables, which have keys of their own"
                 raise ConfigError("api_key", "what is given (not shown)", remedy)
-            if tenant.name in names:
+            if tenant.name in self._tenants.values():
                 raise ConfigError("tenants", tenant.name, "each name once")
-            names.add(tenant.name)
             for digest in tenant.api_key_sha256:
                 if digest in self._tenants:
                     raise ConfigError(f"tenants.{tenant.name}.api_key_sha256", digest, "a key of only one tenant")
@@ -273,18 +271,21 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
-        headers = Headers(scope=scope)
+        headers, counted = Headers(scope=scope), Counter[str]()
         has_body = headers.get("content-length", "0").strip() != "0" or "transfer-encoding" in headers
-        with ExitStack() as counted:
-            try:
-                self._check(scope, headers, has_body)
-                if has_body:
-                    count = counted.enter_context(self._counted(scope["state"].get("tenant", "")))
-                    receive = _replay(await self._read(scope, headers, receive, count), receive)
-            except CacheBlendError as error:
-                await self._refuse(error, has_body, scope, receive, send)
-                return
+        try:
+            self._check(scope, headers, has_body)
+            if has_body:
+                receive = _replay(await self._read(scope, headers, receive, counted), receive)
+        except CacheBlendError as error:
+            await self._refuse(error, has_body, scope, receive, send)
+        else:
             await self._app(scope, receive, send)
+        finally:
+            self._held -= counted
+            if counted.total() > LARGE_BYTES and not self._returns_memory:
+                self._returns_memory = True
+                asyncio.get_running_loop().call_later(RETURN_AFTER_S, self._return_memory)
 
     def _check(self, scope: Scope, headers: Headers, has_body: bool) -> None:
         path, writes = scope["path"], scope["method"] not in READING
@@ -351,8 +352,13 @@ class Guard:
                     pass
         await send({"type": "http.response.body", "body": b""})
 
-    async def _read(self, scope: Scope, headers: Headers, receive: Receive, count: Callable[[int], None]) -> bytes:
-        """The body; raises ApiError if it is too long or late, and QueueFullError if all bodies together are too much."""
+    async def _read(self, scope: Scope, headers: Headers, receive: Receive, counted: Counter[str]) -> bytes:
+        """The body, whose bytes are added to `counted`.
+
+        Raises:
+            ApiError: it is too long or late.
+            QueueFullError: all bodies together are too much.
+        """
         name, max_bytes = "max_body_bytes", self._http.max_body_bytes
         if not scope["path"].startswith("/v1/documents") and self._http.max_completion_bytes < max_bytes:
             name, max_bytes = "max_completion_bytes", self._http.max_completion_bytes
@@ -372,35 +378,21 @@ class Guard:
                     read_bytes += len(parts[-1])
                     if read_bytes > max_bytes:
                         raise too_long
-                    count(read_bytes)
+                    self._count(scope["state"]["tenant"], read_bytes, counted)
         except TimeoutError:
             why = f"the body did not come within {self._body_s:g} s; send it again"
             raise ApiError(408, why, code="body_timeout") from None
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    @contextmanager
-    def _counted(self, tenant: str) -> Iterator[Callable[[int], None]]:
-        """Counts a body; the function is given how many bytes of it have come, and raises QueueFullError."""
-        counted = 0
-
-        def count(read_bytes: int) -> None:
-            nonlocal counted
-            more = max(0, read_bytes - UNCOUNTED_BYTES) - counted
-            own_bytes, all_bytes = self._held[tenant] + more, self._held.total() + more
-            if more and (own_bytes > BODIES_OF_TENANT * self._longest or all_bytes > BODIES * self._longest):
-                why = f"unanswered requests have too many bytes of bodies together; try again in {RETRY_AFTER_S} s"
-                raise QueueFullError(why, RETRY_AFTER_S)
-            self._held[tenant] += more
-            counted += more
-
-        try:
-            yield count
-        finally:
-            self._held[tenant] -= counted
-            self._held += Counter()  # without the tenants that have none
-            if counted > LARGE_BYTES and not self._returns_memory:
-                self._returns_memory = True
-                asyncio.get_running_loop().call_later(RETURN_AFTER_S, self._return_memory)
+    def _count(self, tenant: str, read_bytes: int, counted: Counter[str]) -> None:
+        """Count a body of which so many bytes have come, and of which `counted` are counted."""
+        more = max(0, read_bytes - UNCOUNTED_BYTES) - counted[tenant]
+        own_bytes, all_bytes = self._held[tenant] + more, self._held.total() + more
+        if more and (own_bytes > BODIES_OF_TENANT * self._longest or all_bytes > BODIES * self._longest):
+            why = f"unanswered requests have too many bytes of bodies together; try again in {RETRY_AFTER_S} s"
+            raise QueueFullError(why, RETRY_AFTER_S)
+        self._held[tenant] += more
+        counted[tenant] += more
 
     def _return_memory(self) -> None:
         self._returns_memory = False
