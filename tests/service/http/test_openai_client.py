@@ -95,32 +95,6 @@ def test_turns(engine: Engine, openai_client: openai.OpenAI) -> None:
     assert prompt_tokens([*earlier, *MESSAGES]) > plain
 
 
-def test_completion(engine: Engine, openai_client: openai.OpenAI) -> None:
-    """A text completion continues the very text, as `generate` does, whole or in pieces."""
-    prompt = "The for statement is used to"
-    ids = [engine.fusor.tokenizer.bos_token_id, *engine.fusor.tokenizer(prompt, add_special_tokens=False)["input_ids"]]
-    tokens = engine.fusor.generate(engine.fusor.prefill(ids), 12)
-    text = engine.fusor.tokenizer.decode(tokens, skip_special_tokens=True)
-    completion = openai_client.completions.create(model=MODEL, prompt=prompt, max_tokens=12)
-    assert completion.choices[0].text == text
-    assert completion.usage.prompt_tokens == len(ids)
-    stream = openai_client.completions.create(model=MODEL, prompt=prompt, max_tokens=12, stream=True)
-    assert "".join(piece.choices[0].text for piece in stream) == text
-
-
-def test_stop_and_seed(openai_client: openai.OpenAI) -> None:
-    """A stop string ends the answer before it; a seed gives a sample again."""
-
-    def text(**options: object) -> str:
-        chat = ask(openai_client, max_tokens=30, **options)
-        return chat.choices[0].message.content
-
-    greedy = text()
-    assert text(stop=[greedy[10:14]]) == greedy[: greedy.index(greedy[10:14])]
-    sampled = text(temperature=1.5, seed=3)
-    assert text(temperature=1.5, seed=3) == sampled != text(temperature=1.5, seed=4)
-
-
 def test_num_chunks_and_top_k(openai_client: openai.OpenAI, engine: Engine) -> None:
     """`num_chunks` retrieves, as many as there are; `top_k` is sampling's, as vLLM's clients send it."""
     for document in DOCUMENTS[2:]:  # what is left fits into one prompt

@@ -145,7 +145,7 @@ def test_penalties_and_biases(engine: Engine, openai_client: openai.OpenAI) -> N
         return fusor.tokenizer.decode(drawer.token_ids, skip_special_tokens=True)
 
     plain = complete(openai_client)
-    assert by_hand() == plain.choices[0].text
+    assert (by_hand(), len(ids)) == (plain.choices[0].text, plain.usage.prompt_tokens)
     first = int(fusor.prefill(ids).logits.argmax())
     for options, expected in (
         ({"presence_penalty": 2.0}, by_hand(presence=2.0)),

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-import torch
 from engines import DOCUMENTS, ODD_DOCUMENTS, QUESTION, key_of
 from served import Client, replay, serve
 from waiting import wait_until
@@ -48,16 +47,6 @@ def test_concurrent_answers_equal_a_replay_alone(engine: Engine, scheduler: Sche
     assert not scheduler.state.decoding
 
 
-def test_equal_to_answer(engine: Engine, scheduler: Scheduler) -> None:
-    """A served request gives `Engine.answer`'s tokens, chunks and plan."""
-    alone = engine.answer(QUESTION, num_chunks=4, max_tokens=25)
-    served = serve(engine, scheduler, QUESTION, num_chunks=4, max_tokens=25).result().answer
-    assert served.token_ids == alone.token_ids
-    assert served.chunks == alone.chunks
-    for one, other in zip(served.plan.recomputed, alone.plan.recomputed, strict=True):
-        assert torch.equal(one, other)
-
-
 def test_decoding_goes_on_during_a_prefill(engine: Engine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     """While one request's layers run, another's tokens come."""
     first = serve(engine, scheduler, QUESTION, max_tokens=300)
@@ -73,17 +62,6 @@ def test_decoding_goes_on_during_a_prefill(engine: Engine, scheduler: Scheduler,
     monkeypatch.setattr(engine, "prefill_steps", long)
     assert isinstance(serve(engine, scheduler, QUESTIONS[1], num_chunks=4, max_tokens=2).result(), Done)
     first.cancel()
-
-
-def test_cache_salt(engine: Engine, scheduler: Scheduler) -> None:
-    """Requests with a cache salt use none of the KV of others, and find their own again."""
-
-    def hits(cache_salt: str) -> int:
-        done = serve(engine, scheduler, QUESTION, num_chunks=3, cache_salt=cache_salt).result()
-        engine.drain()
-        return done.answer.plan.hits
-
-    assert [hits(""), hits("one"), hits("one"), hits("two")] == [3, 0, 3, 0]
 
 
 @pytest.mark.parametrize("when", ["waiting", "prefilling", "decoding"])
@@ -130,20 +108,6 @@ def test_full_queue(engine: Engine) -> None:
             assert isinstance(client.result(), Failed | Done)
         with pytest.raises(ShuttingDownError):
             serve(engine, scheduler, QUESTION)
-
-
-def test_tenants_take_turns(engine: Engine) -> None:
-    """A tenant that asks once does not wait for all the requests of one that asked many times before."""
-    order: list[str] = []
-    with Scheduler(engine.fusor, ServingConfig(max_num_seqs=1), lambda request, _: order.append(request.tenant)) as scheduler:
-        gate = threading.Event()
-        blocker = serve(engine, scheduler, QUESTION, tenant="first", on_token=gate.wait)
-        wait_until(lambda: scheduler.state.waiting == 0)
-        clients = [serve(engine, scheduler, "for?", num_chunks=1, max_tokens=1, tenant=tenant) for tenant in "aaab"]
-        gate.set()
-        for client in (blocker, *clients):
-            client.result()
-    assert order == ["first", "a", "b", "a", "a"]
 
 
 @pytest.mark.parametrize("turn_s", [1e9, 0.0])
