@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
 import signal
 import sys
@@ -15,7 +13,6 @@ from typing import Any, cast
 
 import pytest
 from command_line import CommandLine
-from engines import DOCUMENTS
 
 from cacheblend.service import Engine
 from cacheblend.service.engine.ingest import IngestReport
@@ -58,22 +55,6 @@ def test_an_ingest_on_ray_says_what_it_takes(run: CommandLine, passages: Path, m
     assert (refused.code, "give --yes" in refused.err, len(begun)) == (2, True, 1)
 
 
-def test_a_bad_line_is_named(run: CommandLine, tmp_path: Path) -> None:
-    """A line that is not JSON, or no document, is named by file and line, and nothing is ingested."""
-    broken = tmp_path / "broken.jsonl"
-    for second, says in (
-        ('{"text": ', "not JSON"),
-        ('{"title": "no text"}', "not a document"),
-        ("[1]", "not a document"),
-    ):
-        broken.write_text(json.dumps(DOCUMENTS[0]) + "\n" + second + "\n", encoding="utf-8")
-        outcome = run.on_store("ingest", str(broken))
-        assert outcome.code == 2
-        assert "broken.jsonl, line 2" in outcome.err
-        assert says in outcome.err
-    assert not run.store.exists()
-
-
 def test_a_folder_with_bad_files(run: CommandLine, tmp_path: Path) -> None:
     """The good files are ingested and can be asked about; the bad ones are listed at the end, with exit code 1."""
     folder = tmp_path / "mixed"
@@ -97,18 +78,6 @@ def test_a_folder_with_bad_files(run: CommandLine, tmp_path: Path) -> None:
     again = run.on_store("ingest", str(folder), "--json")
     assert (again.code, again.json["unchanged"], len(again.json["faults"])) == (1, 1, 2)  # type: ignore[arg-type]
     assert run.on_store("ask", "Wer ist Ada?", "--json").json["chunks"][0]["document_id"] == "good.txt"  # type: ignore[index]
-
-
-def test_nobody_to_ask(run: CommandLine, passages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a terminal a removal says that --yes is needed, and removes nothing."""
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    run.on_store("ingest", str(passages))
-    id_ = str(DOCUMENTS[0]["id"])
-    for command in (["documents", "delete", id_], ["store", "clear"]):
-        outcome = run(*command, "--store-dir", str(run.store))
-        assert outcome.code == 2
-        assert "give --yes" in outcome.err
-    assert run("documents", "show", id_, "--store-dir", str(run.store), "--json").json["stored_chunks"]
 
 
 def end_by_sigterm() -> None:

@@ -81,6 +81,8 @@ def test_file_flag_and_variable(served: list[Any], tmp_path: Path) -> None:
         ('cors_origins = ["example.org"]', ConfigError, "https://example.org"),
         ("[tenants.acme]\nram_budget_bytes = 7", ConfigError, "api-key"),
         ('[tenants.acme]\napi_key_sha256 = "x"', ConfigError, "64 hex digits"),
+        (f'[tenants.UPPER]\napi_key_sha256 = "{DIGEST}"', ConfigError, "lower-case"),
+        (f'[tenants."../x"]\napi_key_sha256 = "{DIGEST}"', ConfigError, "lower-case"),
         (f'[tenants.acme]\napi_key_sha256 = "{DIGEST}"\nquota = 7', ConfigError, "quota"),
         (f'[tenants.acme]\napi_key_sha256 = "{DIGEST}"\nnvme_budget_bytes = 0', ConfigError, "acme.nvme_budget_bytes=0"),
         ("prefix_budget_bytes = 0", ConfigError, "prefix_budget_bytes=0"),

@@ -72,18 +72,16 @@ def test_names_that_are_ours(engine: Engine, options: dict[str, object], taken: 
     "origin", ["http://evil.example", "null", "https://localhost.evil.example", "http://127.0.0.1:1", "http://["]
 )
 def test_pages_from_elsewhere(client: httpx.Client, origin: str) -> None:
-    """A page of another origin changes nothing, though the browser asked for leave, and reads what is open to all."""
+    """A page of another origin changes nothing, though the browser asked for leave, and reads what is open to all. The
+    service's own page writes; tests/service/http/test_open_webui.py has those of named origins.
+    """
     headers = {"Origin": origin}
-    assert code_of(client.post("/v1/documents", json=UPLOAD, headers=headers)) == (403, "foreign_origin")
-    assert code_of(client.delete("/v1/documents/for", headers=headers)) == (403, "foreign_origin")
-    assert code_of(client.post("/v1/chat/completions", json=CHAT, headers=headers)) == (403, "foreign_origin")
+    uploads, chats = "/v1/documents", "/v1/chat/completions"
+    for method, path, body in (("POST", uploads, UPLOAD), ("DELETE", f"{uploads}/for", None), ("POST", chats, CHAT)):
+        assert code_of(client.request(method, path, json=body, headers=headers)) == (403, "foreign_origin")
     assert client.get("/v1/models", headers=headers).status_code == 200
-
-
-def test_pages_of_ours(client: httpx.Client) -> None:
-    """The service's own page writes; tests/service/http/test_open_webui.py has those of named origins."""
     own = {"Origin": str(client.base_url).rstrip("/")}
-    assert client.post("/v1/chat/completions", json=CHAT, headers=own).status_code == 200
+    assert client.post(chats, json=CHAT, headers=own).status_code == 200
 
 
 def test_one_key(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -100,8 +98,20 @@ def test_one_key(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match="not shown") as wrong:
         HttpConfig(api_key="a secret")
     assert "a secret" not in str(wrong.value)
-    with pytest.raises(ConfigError, match=r"not beside \[tenants.NAME\]"):
-        ApiKeys([TenantConfig(name="a", api_key_sha256=(hash_key("x"),))], KEY)
+
+
+@pytest.mark.parametrize(
+    ("tenants", "key", "named"),
+    [
+        ([("a", "x")], KEY, r"not beside \[tenants.NAME\]"),
+        ([("a", "x"), ("a", "y")], None, "each name once"),
+        ([("a", "x"), ("b", "x")], None, "only one tenant"),
+    ],
+)
+def test_keys_of_two(tenants: list[tuple[str, str]], key: str | None, named: str) -> None:
+    """A key beside tenants, and tenants who share a name or a key, are refused."""
+    with pytest.raises(ConfigError, match=named):
+        ApiKeys([TenantConfig(name=name, api_key_sha256=(hash_key(own),)) for name, own in tenants], key)
 
 
 def test_no_key_no_body(tenant_address: str) -> None:
