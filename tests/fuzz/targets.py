@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx
 from api import MODEL, listening
-from chunks import make_chunk, same
+from chunks import make_chunk, put_all, same
 from engines import CHUNK_TOKENS, DOCUMENTS, make_model
 from fakes import FakeEmbedder, tiny_tokenizer
 from gguf_models import tiny_checkpoint, write_gguf
@@ -117,9 +117,7 @@ def entry_files() -> Iterator[Check]:
     pairs = [make_chunk(seed) for seed in range(2)]
     with scratch() as folder:
         config = StoreConfig(directory=folder / "store", ram_budget_bytes=1)
-        with KVStore(config) as store:
-            for pair in pairs:
-                store.put(*pair)
+        put_all(KVStore(config), pairs).close()
         key, kv = pairs[0]
         path = folder / "store" / "entries" / str(key)[:2] / str(key)
         whole = path.read_bytes()
@@ -178,9 +176,7 @@ def store_catalogs() -> Iterator[Check]:
     """A store's catalog, marker and journal: an error of ours when it opens, or no wrong KV, and `verify` comes back."""
     pairs = [make_chunk(seed) for seed in range(4)]
     with scratch() as folder:
-        with KVStore(StoreConfig(directory=folder / "whole")) as store:
-            for pair in pairs:
-                store.put(*pair)
+        put_all(KVStore(StoreConfig(directory=folder / "whole")), pairs).close()
 
         def check(data: st.DataObject) -> None:
             root = folder / "damaged"

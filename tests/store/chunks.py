@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -28,18 +30,20 @@ def make_chunk(
     return ChunkKey.of(ids, prefix_ids=prefix, model=MODEL), ChunkKV(layers, ids, prefix, MODEL)
 
 
+def put_all(store: KVStore, pairs: Iterable[tuple[ChunkKey, ChunkKV]], *, flush: bool = True) -> KVStore:
+    """The store, with these chunks put."""
+    for pair in pairs:
+        store.put(*pair, flush=flush)
+    return store
+
+
 def same(one: ChunkKV | None, other: ChunkKV) -> bool:
     """Whether two chunks are equal bit for bit."""
+    fields = attrgetter("token_ids", "prefix_ids", "model", "context", "dtype", "num_layers")
     return (
         one is not None
-        and (one.token_ids, one.prefix_ids, one.model, one.dtype)
-        == (other.token_ids, other.prefix_ids, other.model, other.dtype)
-        and len(one.layers) == len(other.layers)
-        and all(
-            torch.equal(a, b)
-            for pair, twin in zip(one.layers, other.layers, strict=True)
-            for a, b in zip(pair, twin, strict=True)
-        )
+        and fields(one) == fields(other)
+        and all(torch.equal(a, b) for pair in zip(one.layers, other.layers, strict=True) for a, b in zip(*pair, strict=True))
     )
 
 

@@ -19,7 +19,7 @@ from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-from chunks import FILE_BYTES, RAM_BYTES, documents_of, flip_last_byte, make_chunk, same
+from chunks import FILE_BYTES, RAM_BYTES, documents_of, flip_last_byte, make_chunk, put_all, same
 
 from cacheblend.base.errors import InputError
 from cacheblend.base.sqlite import Database
@@ -47,9 +47,7 @@ def open_store(directory: Path) -> KVStore:
 
 def prepare(directory: Path) -> None:
     """Chunks 0 to 3 are stored, the oldest first; documents a and b have two each, of which they share one."""
-    with open_store(directory) as store:
-        for pair in PAIRS[:ENTRIES]:
-            store.put(*pair)
+    with put_all(open_store(directory), PAIRS[:ENTRIES]) as store:
         store.documents.put([("a", "1", KEYS[0:2]), ("b", "1", KEYS[1:3])])
 
 
@@ -70,8 +68,7 @@ def put_in_background(store: KVStore) -> None:
 
 def put_together(store: KVStore) -> None:
     with store.exclusive():  # so that both wait when the background comes to them
-        for pair in PAIRS[4:6]:
-            store.put(*pair, flush=False)
+        put_all(store, PAIRS[4:6], flush=False)
     store.flush()
 
 

@@ -7,7 +7,7 @@ import os
 import threading
 
 import pytest
-from chunks import FILE_BYTES, MODEL, RAM_BYTES, files_under, make_chunk, same
+from chunks import FILE_BYTES, MODEL, RAM_BYTES, files_under, make_chunk, put_all, same
 
 from cacheblend.store import ChunkKey, StoreFullError
 from cacheblend.store.catalog import Catalog
@@ -20,8 +20,7 @@ def test_readable_at_once_and_durable_after_flush(open_store) -> None:
     """An entry that waits is got, found and counted; after `flush` it is on NVMe."""
     store = open_store(ram_budget_bytes=1)
     with store.exclusive():  # holds the background's writer up
-        for pair in PAIRS:
-            store.put(*pair, flush=False)
+        put_all(store, PAIRS, flush=False)
         assert all(same(store.get(key), kv) for key, kv in PAIRS)
         assert all(key in store for key, _ in PAIRS)
         stats = store.stats()
@@ -35,9 +34,7 @@ def test_readable_at_once_and_durable_after_flush(open_store) -> None:
 
 def test_close_writes_what_waits(open_store) -> None:
     """Closing loses nothing that was put."""
-    with open_store() as store:
-        for pair in PAIRS:
-            store.put(*pair, flush=False)
+    put_all(open_store(), PAIRS, flush=False).close()
     with open_store() as store:
         assert all(same(store.get(key), kv) for key, kv in PAIRS)
 
@@ -46,8 +43,7 @@ def test_the_queue_is_bounded(open_store) -> None:
     """A put blocks while more bytes wait than the queue may hold."""
     store = open_store(write_queue_bytes=2 * RAM_BYTES)
     with store.exclusive():
-        for pair in PAIRS[:2]:
-            store.put(*pair, flush=False)
+        put_all(store, PAIRS[:2], flush=False)
         third = threading.Thread(target=lambda: store.put(*PAIRS[2], flush=False))
         third.start()
         third.join(0.05)
@@ -82,8 +78,7 @@ def test_what_waits_is_written_together(open_store, monkeypatch) -> None:
     other = ChunkKey.of(PAIRS[7][1].token_ids, prefix_ids=(1,), model=MODEL, namespace="other")
     with store.exclusive():
         store.put(other, PAIRS[7][1], flush=False)
-        for seed in range(65):
-            store.put(*make_chunk(seed), flush=False)
+        put_all(store, map(make_chunk, range(65)), flush=False)
     store.flush()
     assert commits == [64, 2]
     assert store.stats().nvme.entries == 66
@@ -93,8 +88,7 @@ def test_what_has_no_room_together_is_written_one_by_one(open_store) -> None:
     """A group larger than the budget is no error: the last ones stay, as if each had been put alone."""
     store = open_store(nvme_budget_bytes=2 * FILE_BYTES)
     with store.exclusive():
-        for pair in PAIRS[:5]:
-            store.put(*pair, flush=False)
+        put_all(store, PAIRS[:5], flush=False)
     store.flush()
     assert [key in store for key, _ in PAIRS[:5]] == [False, False, False, True, True]
     assert store.stats().failed_writes == 0

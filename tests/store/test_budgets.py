@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from chunks import FILE_BYTES, RAM_BYTES, file_of, files_under, make_chunk, same
+from chunks import FILE_BYTES, RAM_BYTES, file_of, files_under, make_chunk, put_all, same
 from waiting import wait_until
 
 from cacheblend.store import KVStore, StoreFullError
@@ -24,9 +24,7 @@ def tier_of(store: KVStore, seed: int) -> str:
 
 def test_ram_drops_the_least_recently_used_copy(open_store) -> None:
     """RAM keeps what was used last; what it drops is still on NVMe, and comes back when it is got."""
-    store = open_store(ram_budget_bytes=2 * RAM_BYTES)
-    for pair in PAIRS[:2]:
-        store.put(*pair)
+    store = put_all(open_store(ram_budget_bytes=2 * RAM_BYTES), PAIRS[:2])
     store.get(KEYS[0])
     store.put(*PAIRS[2])
     assert store.stats().ram.entries == 2
@@ -50,9 +48,7 @@ def test_pinned_on_nvme_is_copied_to_ram_afterwards(open_store) -> None:
 
 def test_a_full_ram_takes_what_is_read_again(open_store) -> None:
     """A full RAM keeps what it has when others are read once, and takes one that is read again before as much else was."""
-    store = open_store(ram_budget_bytes=RAM_BYTES)
-    for pair in PAIRS[:3]:
-        store.put(*pair)
+    store = put_all(open_store(ram_budget_bytes=RAM_BYTES), PAIRS[:3])
     for place in (0, 1, 0, 1):  # each time the other was read since
         assert tier_of(store, place) == "nvme"
     assert tier_of(store, 2) == "ram"
@@ -75,9 +71,7 @@ def test_entry_above_the_nvme_budget(open_store, flush: bool) -> None:
 
 def test_everything_is_pinned(open_store) -> None:
     """A put that could only displace pinned entries is refused, and works after the pins are gone."""
-    store = open_store(nvme_budget_bytes=2 * FILE_BYTES, ram_budget_bytes=2 * RAM_BYTES)
-    store.put(*PAIRS[0])
-    store.put(*PAIRS[1])
+    store = put_all(open_store(nvme_budget_bytes=2 * FILE_BYTES, ram_budget_bytes=2 * RAM_BYTES), PAIRS[:2])
     with store.pin(KEYS[:2]):
         with pytest.raises(StoreFullError, match="pinned"):
             store.put(*PAIRS[2])
@@ -89,9 +83,7 @@ def test_everything_is_pinned(open_store) -> None:
 
 def test_reopened_with_a_smaller_budget(open_store) -> None:
     """Opening a store brings it within its budget, oldest use first, and order of use outlives closing."""
-    with open_store() as store:
-        for pair in PAIRS[:4]:
-            store.put(*pair)
+    with put_all(open_store(), PAIRS[:4]) as store:
         store.get(KEYS[0])
     with open_store(nvme_budget_bytes=2 * FILE_BYTES) as store:
         assert held(store) == [3, 0]
@@ -102,9 +94,7 @@ def test_reopened_with_a_smaller_budget(open_store) -> None:
 
 def test_clock_that_goes_back(open_store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Order of use follows the uses, not a clock that was set back."""
-    with open_store() as store:
-        store.put(*PAIRS[0])
-        store.put(*PAIRS[1])
+    put_all(open_store(), PAIRS[:2]).close()
     monkeypatch.setattr("time.time_ns", lambda: 1)
     with open_store() as store:
         store.get(KEYS[0])

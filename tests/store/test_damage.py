@@ -6,15 +6,16 @@ import errno
 import os
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from chunks import FILE_BYTES, file_of, files_under, flip_last_byte, make_chunk, same
+from chunks import FILE_BYTES, file_of, files_under, flip_last_byte, make_chunk, put_all, same
 
 from cacheblend.base.sqlite import Database
 from cacheblend.store import DamagedEntryError, StoreDirectoryError, StoreFullError
+from cacheblend.store.catalog import Catalog
 from cacheblend.store.layout import RESERVE_BYTES
 
 pytestmark = pytest.mark.contract
@@ -37,9 +38,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_file_is_a_miss(open_store, caplog, damage: str) -> None:
     """A damaged entry is None, once in the log and the count, out of the way, and can be put again."""
-    with open_store() as store:
-        for pair in PAIRS:
-            store.put(*pair)
+    put_all(open_store(), PAIRS).close()
     store = open_store()
     DAMAGES[damage](file_of(store, KEY))
     assert store.get(KEY) is None
@@ -117,25 +116,23 @@ def test_too_many_open_files(open_store, monkeypatch, caplog) -> None:
     assert same(store.get(KEY), KV)
 
 
-@pytest.mark.parametrize("call", ["write", "fsync", "replace", "second fsync"])
+@pytest.mark.parametrize("call", ["write", "fsync", "replace", "second fsync", "commit"])
 @pytest.mark.parametrize(("code", "error"), [(errno.ENOSPC, StoreFullError), (errno.EROFS, StoreDirectoryError)])
 def test_disk_full(open_store, monkeypatch, call: str, code: int, error: type[Exception]) -> None:
     """A write that fails at any step raises, evicts nothing and leaves no file and no row."""
-    store = open_store(nvme_budget_bytes=2 * FILE_BYTES)
-    store.put(*PAIRS[1])
-    store.put(*PAIRS[2])
-    name = call.split()[-1]
-    real, countdown = getattr(os, name), 1 if call.startswith("second") else 0
+    store = put_all(open_store(nvme_budget_bytes=2 * FILE_BYTES), PAIRS[1:])
+    owner, name = (Catalog, "change") if call == "commit" else (os, call.split()[-1])
+    real, countdown = getattr(owner, name), 1 if call.startswith("second") else 0
 
-    def fail(*args: object) -> object:
+    def fail(*args: object, **options: object) -> object:
         nonlocal countdown
         countdown -= 1
         if countdown < 0:
-            raise OSError(code, os.strerror(code))
-        return real(*args)
+            raise OSError(code, os.strerror(code)) if owner is os else error("no room")
+        return real(*args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, name, fail)
+        patch.setattr(owner, name, fail)
         with pytest.raises(error):
             store.put(KEY, KV)
     assert KEY not in store
@@ -147,67 +144,26 @@ def test_disk_full(open_store, monkeypatch, call: str, code: int, error: type[Ex
     assert same(store.get(KEY), KV)
 
 
-def test_catalog_that_cannot_be_written(open_store, monkeypatch) -> None:
-    """A file whose row cannot be written is removed again."""
-    store = open_store()
-
-    def fail(**_: object) -> None:
-        raise StoreFullError("no room")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store._nvme.catalog, "change", fail)
-        with pytest.raises(StoreFullError):
-            store.put(KEY, KV)
-    assert files_under(store, "entries") == []
-    assert KEY not in store
-
-
-def test_partial_writes(open_store, monkeypatch) -> None:
-    """A system that writes a few bytes at a time still writes them all."""
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda fd, rest: write(fd, rest[:1000]))
-    store = open_store(ram_budget_bytes=1)
-    store.put(KEY, KV)
-    assert same(store.get(KEY), KV)
-
-
-def test_deleting_on_a_full_disk(open_store, monkeypatch) -> None:
-    """Where the catalog has no room for a removal, the files go first and make it."""
-    store = open_store()
-    store.put(*PAIRS[0])
-    store.put(*PAIRS[1])
-    change, path = store._nvme.catalog.change, file_of(store, KEY)
-
-    def full(**options: object) -> None:
-        if path.exists():
-            raise StoreFullError("no room")
-        change(**options)
-
-    monkeypatch.setattr(store._nvme.catalog, "change", full)
-    assert store.delete(KEY)
-    assert files_under(store, "entries") == [str(PAIRS[1][0])]
-    assert store.verify().ok
-
-
 def test_few_damaged_files_are_kept(open_store) -> None:
     """Files that were set aside do not fill the disk."""
     store = open_store(ram_budget_bytes=1)
-    for seed in range(10):
-        key, kv = make_chunk(seed)
+    pairs = [make_chunk(seed) for seed in range(10)]
+    for key, kv in pairs:
         store.put(key, kv)
         flip_last_byte(file_of(store, key))
         assert store.get(key) is None
-    assert files_under(store, "damaged") == sorted(str(make_chunk(seed)[0]) for seed in range(2, 10))
+    assert files_under(store, "damaged") == sorted(str(key) for key, _ in pairs[2:])
 
 
-def catalog_of(directory: Path, statement: str, *values: object) -> None:
-    """Alter the catalog of a closed store, as a bad disk may."""
-    with sqlite3.connect(directory / "catalogue.sqlite") as catalog:
-        for (name,) in catalog.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
-            if "UPDATE" not in statement.upper():
-                catalog.execute(f"DROP TRIGGER {name}")
-        catalog.execute(statement, values)
-    catalog.close()
+def alter_catalog(open_store, *statements: str) -> Path:
+    """The folder of a store of three entries and a document, whose catalog was altered as a bad disk may alter it."""
+    with put_all(open_store(), PAIRS) as store:
+        store.documents.put([("a", "1", [KEY])])
+    directory = Path(store.config.directory)
+    with closing(sqlite3.connect(directory / "catalogue.sqlite")) as catalog, catalog:
+        for statement in statements:
+            catalog.execute(statement)
+    return directory
 
 
 @pytest.mark.parametrize(
@@ -216,10 +172,7 @@ def catalog_of(directory: Path, statement: str, *values: object) -> None:
 )
 def test_wrong_numbers_evict_nothing(open_store, statement: str, caplog) -> None:
     """Totals or sizes that a flipped bit makes enormous are counted anew at the opening, before anything is evicted."""
-    with open_store(nvme_budget_bytes=10 * FILE_BYTES) as store:
-        for pair in PAIRS:
-            store.put(*pair)
-    catalog_of(Path(store.config.directory), statement)
+    alter_catalog(open_store, statement)
     store = open_store(nvme_budget_bytes=10 * FILE_BYTES)
     assert (store.stats().nvme.entries, store.stats().nvme.bytes) == (3, 3 * FILE_BYTES)
     assert all(same(store.get(key), kv) for key, kv in PAIRS)
@@ -229,10 +182,7 @@ def test_wrong_numbers_evict_nothing(open_store, statement: str, caplog) -> None
 
 def test_a_time_of_use_beyond_all_times(open_store) -> None:
     """A time of use that a flipped bit puts at the end of time stops nothing."""
-    with open_store() as store:
-        for pair in PAIRS:
-            store.put(*pair)
-    catalog_of(Path(store.config.directory), "UPDATE entries SET used_ns = ?", 2**63 - 1)
+    alter_catalog(open_store, f"UPDATE entries SET used_ns = {2**63 - 1}")
     store = open_store(nvme_budget_bytes=3 * FILE_BYTES)
     assert store.get(KEY) is not None
     store.put(*make_chunk(9))
@@ -251,12 +201,7 @@ def test_a_time_of_use_beyond_all_times(open_store) -> None:
 )
 def test_a_row_that_is_no_row(open_store, statement: str) -> None:
     """A value that is no text, or not of its column's kind, is refused with what to do, which then helps."""
-    with open_store() as store:
-        for pair in PAIRS:
-            store.put(*pair)
-        store.documents.put([("a", "1", [KEY])])
-    directory = Path(store.config.directory)
-    catalog_of(directory, statement)
+    directory = alter_catalog(open_store, statement)
     with pytest.raises(StoreDirectoryError, match=r"move catalogue.sqlite\* away"):
         open_store().ls()
     for path in directory.glob("catalogue.sqlite*"):
@@ -267,13 +212,8 @@ def test_a_row_that_is_no_row(open_store, statement: str) -> None:
 @pytest.mark.parametrize("digest", ["char(0) || substr(digest, 2)", "'../' || substr(digest, 4)", "substr(digest, 2)"])
 def test_a_key_that_names_no_file(open_store, digest: str) -> None:
     """A row whose key is damaged is dropped at the opening; its file is found again by `verify`."""
-    with open_store() as store:
-        for pair in PAIRS:
-            store.put(*pair)
-        store.documents.put([("a", "1", [KEY])])
-    directory = Path(store.config.directory)
-    for table in ("entries", "document_chunks"):
-        catalog_of(directory, f"UPDATE {table} SET digest = {digest} WHERE digest = '{KEY}'")
+    tables = ("entries", "document_chunks")
+    alter_catalog(open_store, *(f"UPDATE {table} SET digest = {digest} WHERE digest = '{KEY}'" for table in tables))
     store = open_store()
     assert store.get(KEY) is None
     assert store.verify(repair=True).orphans == (str(KEY),)
@@ -289,9 +229,7 @@ def test_a_key_that_names_no_file(open_store, digest: str) -> None:
 )
 def test_removals_on_a_full_disk(open_store, monkeypatch, freed: str, operation: str) -> None:
     """Where the catalog has no room for a change that frees some, the reserve makes it, and else the files that go."""
-    store = open_store()
-    for pair in PAIRS:
-        store.put(*pair)
+    store = put_all(open_store(), PAIRS)
     store.documents.put([("a", "1", [KEY, PAIRS[1][0]]), ("b", "1", [PAIRS[1][0]])])
     place = Path(store.config.directory) / "reserve" if freed == "reserve" else file_of(store, KEY)
     assert place.exists()
@@ -328,7 +266,7 @@ def test_removals_on_a_full_disk(open_store, monkeypatch, freed: str, operation:
 def test_opening_on_a_full_disk(open_store, monkeypatch) -> None:
     """A store is opened where the disk has room for nothing: the reserve is given up, and taken again later."""
     with open_store() as store:
-        store.put(*PAIRS[0])
+        store.put(KEY, KV)
     reserve = Path(store.config.directory) / "reserve"
     connect = Database._connect
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from chunks import FILE_BYTES, HEADS, RAM_BYTES, file_of, make_chunk, same
+from chunks import FILE_BYTES, HEADS, RAM_BYTES, file_of, make_chunk, put_all, same
 from waiting import wait_until
 
 from cacheblend.store import StoreError
@@ -18,8 +18,7 @@ KEY, KV = make_chunk(1)
 
 def test_what_a_placement_tells(open_store) -> None:
     """A placement knows tier, shape, bytes, ids and model before anything is read, in the order of the keys."""
-    with open_store() as store:
-        store.put(KEY, KV)
+    open_store().put(KEY, KV)
     store = open_store()
     store.put(*make_chunk(2))
     with store.pin([make_chunk(2)[0], make_chunk(3)[0], KEY]) as (ram, missing, nvme):
@@ -35,9 +34,7 @@ def test_what_a_placement_tells(open_store) -> None:
 def test_a_look_up_that_raises_leaves_no_file_open(open_store, monkeypatch) -> None:
     """Where the third of three look-ups raises, the files of the first two are closed, and the entries are read later."""
     pairs = [make_chunk(seed) for seed in (1, 2, 3)]
-    with open_store() as store:
-        for pair in pairs:
-            store.put(*pair)
+    put_all(open_store(), pairs).close()
     store = open_store()
     opened = []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from chunks import FILE_BYTES, file_of, files_under, make_chunk, same
+from chunks import FILE_BYTES, file_of, files_under, make_chunk, put_all, same
 
 PAIRS = [make_chunk(seed) for seed in range(5)]
 KEYS = [key for key, _ in PAIRS]
@@ -13,9 +13,7 @@ KEYS = [key for key, _ in PAIRS]
 
 def test_a_sound_store(open_store) -> None:
     """A sound store is found sound, with progress told for every entry."""
-    store = open_store()
-    for pair in PAIRS:
-        store.put(*pair)
+    store = put_all(open_store(), PAIRS)
     told: list[tuple[int, int]] = []
     report = store.verify(on_progress=lambda done, total: told.append((done, total)))
     assert report.ok
@@ -25,9 +23,7 @@ def test_a_sound_store(open_store) -> None:
 
 def test_all_kinds_of_trouble(open_store) -> None:
     """Damaged, missing, orphaned and half-written files are told apart, left alone without `repair` and mended with it."""
-    with open_store() as store:
-        for pair in PAIRS:
-            store.put(*pair)
+    with put_all(open_store(), PAIRS) as store:
         store._nvme.catalog.change(remove=[str(KEYS[2]), str(KEYS[3])])
     store = open_store()
     os.truncate(file_of(store, KEYS[0]), 5000)
@@ -52,9 +48,7 @@ def test_all_kinds_of_trouble(open_store) -> None:
 
 def test_repair_keeps_the_budget(open_store) -> None:
     """Files that come back into the catalog displace others where the budget asks for it."""
-    with open_store() as store:
-        for pair in PAIRS:
-            store.put(*pair)
+    with put_all(open_store(), PAIRS) as store:
         store._nvme.catalog.change(remove=[str(key) for key in KEYS])
         for age, key in enumerate(reversed(KEYS)):
             os.utime(file_of(store, key), ns=(0, time.time_ns() - age * 10**9))
@@ -67,9 +61,7 @@ def test_repair_keeps_the_budget(open_store) -> None:
 
 def test_a_catalog_that_says_something_else(open_store) -> None:
     """Rows that are not what their files are, and totals that are not the sum of the rows, are found and mended."""
-    store = open_store()
-    for pair in PAIRS:
-        store.put(*pair)
+    store = put_all(open_store(), PAIRS)
     with store._nvme.catalog.database.transaction() as transaction:
         transaction.execute("UPDATE entries SET bytes = 1, namespace = 'x' WHERE digest = ?", (str(KEYS[0]),))
         transaction.execute("UPDATE entries SET pinned = 1 WHERE digest = ?", (str(KEYS[1]),))
