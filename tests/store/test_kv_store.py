@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
-import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from chunks import FILE_BYTES, MODEL, RAM_BYTES, file_of, files_under, make_chunk, same
+from chunks import FILE_BYTES, MODEL, RAM_BYTES, file_of, files_under, make_chunk, put_all, same
+from waiting import wait_until
 
 from cacheblend.store import ChunkKey, ChunkKV, InputError, KVStore, StoreConfig, StoreError
 
@@ -58,9 +57,8 @@ def test_what_callers_do_to_their_tensors(open_store) -> None:
 def test_put_twice(open_store) -> None:
     """Putting a key again writes nothing and counts as a use."""
     store = open_store()
-    (one, kv), (other, other_kv) = make_chunk(1), make_chunk(2)
-    store.put(one, kv)
-    store.put(other, other_kv)
+    (one, kv), (other, _) = pairs = [make_chunk(1), make_chunk(2)]
+    put_all(store, pairs)
     written = file_of(store, one).stat()
     store.put(one, kv)
     store.put(one, kv, flush=False)
@@ -69,14 +67,11 @@ def test_put_twice(open_store) -> None:
     assert store.stats().pending_writes == 0
 
 
-@pytest.mark.parametrize("wrong", ["model", "prefix", "context", "text"])
-def test_kv_of_another_key(open_store, wrong: str) -> None:
+@pytest.mark.parametrize("wrong", [{"model": "other"}, {"prefix_ids": (9,)}, {"context": "other"}, {"token_ids": [5]}])
+def test_kv_of_another_key(open_store, wrong: dict[str, object]) -> None:
     """KV of another model, prefix, context or text than the key's is refused, and nothing is stored."""
     _, kv = make_chunk(1)
-    fields = {"prefix_ids": kv.prefix_ids, "model": MODEL}
-    others = {"model": {"model": "other"}, "prefix": {"prefix_ids": (9,)}, "context": {"context": "other"}, "text": {}}
-    fields |= others[wrong]
-    key = ChunkKey.of([5] if wrong == "text" else kv.token_ids, **fields)
+    key = ChunkKey.of(**{"token_ids": kv.token_ids, "prefix_ids": kv.prefix_ids, "model": MODEL, **wrong})
     store = open_store()
     with pytest.raises(InputError, match="own token_ids, prefix_ids, context and model"):
         store.put(key, kv)
@@ -93,10 +88,8 @@ def test_kv_that_cannot_be_stored(open_store) -> None:
 
 def test_ls_and_stats(open_store) -> None:
     """The catalog lists tokens, layers and bytes, and the statistics agree with the files."""
-    store = open_store()
     pairs = [make_chunk(seed) for seed in range(3)]
-    for key, kv in pairs:
-        store.put(key, kv)
+    store = put_all(open_store(), pairs)
     rows = store.ls()
     assert [row.key for row in rows] == [key for key, _ in pairs]
     assert {(row.tokens, row.layers, row.bytes) for row in rows} == {(5, 3, FILE_BYTES)}
@@ -109,10 +102,9 @@ def test_ls_and_stats(open_store) -> None:
 
 def test_delete_and_clear(open_store) -> None:
     """A deleted entry is gone from RAM, catalog and disk at once; clear does it to all."""
-    store = open_store()
-    keys = [make_chunk(seed)[0] for seed in range(3)]
-    for seed, key in enumerate(keys):
-        store.put(key, make_chunk(seed)[1])
+    pairs = [make_chunk(seed) for seed in range(3)]
+    keys = [key for key, _ in pairs]
+    store = put_all(open_store(), pairs)
     assert store.delete(keys[0])
     assert not store.delete(keys[0])
     assert keys[0] not in store
@@ -120,8 +112,7 @@ def test_delete_and_clear(open_store) -> None:
     assert files_under(store, "entries") == sorted(str(key) for key in keys[1:])
     store.clear()
     assert files_under(store, "entries") == []
-    stats = store.stats()
-    assert (stats.ram.entries, stats.ram.bytes, stats.nvme.entries, stats.nvme.bytes) == (0, 0, 0, 0)
+    assert all((tier.entries, tier.bytes) == (0, 0) for tier in store.stats().tiers.values())
 
 
 def test_closed(open_store) -> None:
@@ -135,24 +126,15 @@ def test_closed(open_store) -> None:
             use()
 
 
-def test_unclosed(tmp_path: Path) -> None:
+def test_unclosed(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     """A store that nobody closes warns when it is collected, even after it has used its thread, and what was put lasts."""
     key, kv = make_chunk(1)
     store = KVStore(StoreConfig(directory=tmp_path))
     store.put(key, kv, flush=False)
     store.flush()
-    alive = weakref.ref(store)
-    stores = [store]
     del store
-
-    def let_go() -> None:
-        stores.clear()
-        until = time.monotonic() + 10
-        while alive() is not None and time.monotonic() < until:  # its thread lets go of it a moment after the last write
-            time.sleep(0.001)
-
-    with pytest.warns(ResourceWarning, match="not closed"):
-        let_go()
+    wait_until(lambda: len(recwarn) > 0)  # its thread lets go of it a moment after the last write
+    assert "not closed" in str(recwarn.pop(ResourceWarning).message)
     with KVStore(StoreConfig(directory=tmp_path)) as store:
         assert same(store.get(key), kv)
 

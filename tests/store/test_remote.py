@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from chunks import FILE_BYTES, MODEL, make_chunk, same
+from chunks import FILE_BYTES, MODEL, make_chunk, put_all, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from remote_servers import SECRET, RedisServer, needs, s3_server
@@ -37,16 +37,8 @@ LONG_S = 30.0  # a deadline that everything meets
 OpenShared = Callable[..., KVStore]
 
 
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A server that no test hurts; a test has a database of its own."""
-    server = RedisServer(tmp_path_factory.mktemp("r"))
-    yield server
-    server.kill()
-
-
 @pytest.fixture
-def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """A server that the test may kill."""
     server = RedisServer(tmp_path_factory.mktemp("r"))
     yield server
@@ -65,18 +57,15 @@ def folder_url(tmp_path: Path) -> str:
     return f"file://{tmp_path}/objects"
 
 
-_DATABASES = iter(range(1, 16))
-
-
 @pytest.fixture(params=["redis", "folder", "s3"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """An empty remote tier of each backend."""
-    if request.param == "redis":
-        return f"{request.getfixturevalue('redis_server').url}?db={next(_DATABASES)}"
-    if request.param == "s3":
-        return f"{request.getfixturevalue('s3_bucket')}/{tmp_path.name}"
-    found: str = request.getfixturevalue("folder_url")
-    return found
+    match request.param:
+        case "redis":
+            return request.getfixturevalue("redis_server").url
+        case "s3":
+            return f"{request.getfixturevalue('s3_bucket')}/{tmp_path.name}"
+    return request.getfixturevalue("folder_url")
 
 
 @pytest.fixture
@@ -86,31 +75,31 @@ def open_shared(tmp_path: Path) -> Iterator[OpenShared]:
 
         def open_one(name: str, url: str, **options: object) -> KVStore:
             given = {"directory": tmp_path / name, "remote": url, "remote_secret": SECRET, **options}
-            store = KVStore(StoreConfig(**given))  # type: ignore[arg-type]
-            stack.callback(store.close)
-            return store
+            return stack.enter_context(KVStore(StoreConfig(**given)))
 
         yield open_one
 
 
 def written(store: KVStore) -> KVStore:
     """The store, with the chunks in it and in its remote tier."""
-    for key, kv in CHUNKS:
-        store.put(key, kv)
-    assert store.flush_remote(LONG_S)
+    assert put_all(store, CHUNKS).flush_remote(LONG_S)
     return store
 
 
 def stats_of(store: KVStore) -> RemoteStats:
-    stats = store.stats().remote
-    assert stats is not None
-    return stats
+    return store.stats().remote
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
-def test_entries_are_fetched_where_they_are_missing(url: str, secret: str | None, open_shared: OpenShared) -> None:
-    """Chunks put at one store are fetched by another, bit for bit, into RAM and NVMe; `get` and `pin` fetch nothing."""
+def test_entries_are_fetched_where_they_are_missing(
+    url: str, secret: str | None, open_shared: OpenShared, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Chunks put at one store are fetched by another, bit for bit, into RAM and NVMe; `get` and `pin` fetch nothing.
+
+    A remote tier without a secret is warned of when the store is opened.
+    """
     written(open_shared("a", url, remote_secret=secret))
+    assert ("no secret is set" in caplog.text) == (secret is None)
     other = open_shared("b", url, remote_secret=secret)
     assert other.get(KEYS[0]) is None
     with other.pin(KEYS) as placements:
@@ -145,8 +134,7 @@ def test_deletions_are_sent(url: str, open_shared: OpenShared) -> None:
 def test_share_sends_what_the_remote_lacks(url: str, open_shared: OpenShared) -> None:
     """`share` sends the missing entries only, and names those that neither side has."""
     alone = open_shared("a", url, remote_queue_bytes=1)
-    for key, kv in CHUNKS[:3]:
-        alone.put(key, kv)
+    put_all(alone, CHUNKS[:3])
     assert (stats_of(alone).sent, stats_of(alone).dropped_writes) == (0, 3)
     assert alone.share(KEYS[:2]) == []
     assert alone.share(KEYS) == KEYS[3:]
@@ -165,17 +153,17 @@ def test_a_store_smaller_than_an_entry_fetches_none(folder_url: str, open_shared
     assert [key in small for key in KEYS] == [False, False, True, True]
 
 
-def test_late_entries_are_stored_all_the_same(own_redis: RedisServer, open_shared: OpenShared) -> None:
+def test_late_entries_are_stored_all_the_same(redis_server: RedisServer, open_shared: OpenShared) -> None:
     """A fetch returns at its deadline; later entries are hits of a later request, unless they were deleted meanwhile."""
-    written(open_shared("a", own_redis.url))
-    other = open_shared("b", own_redis.url, remote_timeout_s=LONG_S)
-    own_redis.pause()
+    written(open_shared("a", redis_server.url))
+    other = open_shared("b", redis_server.url, remote_timeout_s=LONG_S)
+    redis_server.pause()
     started = time.monotonic()
     assert other.fetch(KEYS, 0.2) == 0
     assert time.monotonic() - started < 5
     assert other.fetch(KEYS[:2], 0.1) == 0  # waits for the same calls
     other.delete(KEYS[3])
-    own_redis.resume()
+    redis_server.resume()
     wait_until(lambda: all(key in other for key in KEYS[:3]))
     assert other.fetch(KEYS[:3], LONG_S) == 0
     assert same(other.get(KEYS[0]), CHUNKS[0][1])
@@ -183,33 +171,33 @@ def test_late_entries_are_stored_all_the_same(own_redis: RedisServer, open_share
     assert KEYS[3] not in other
 
 
-def test_a_dead_server_makes_misses(own_redis: RedisServer, open_shared: OpenShared) -> None:
+def test_a_dead_server_makes_misses(redis_server: RedisServer, open_shared: OpenShared) -> None:
     """Without the server every fetch is a miss, soon at once, and puts go on; started again, it is asked again."""
-    written(open_shared("a", own_redis.url))
-    store = open_shared("b", own_redis.url, remote_timeout_s=0.2)
-    own_redis.kill()
+    written(open_shared("a", redis_server.url))
+    store = open_shared("b", redis_server.url, remote_timeout_s=0.2)
+    redis_server.kill()
     assert store.fetch(KEYS, LONG_S) == 0
     assert store.find(KEYS) == [False] * 4
     assert (stats_of(store).state, stats_of(store).failures >= FAILURES) == ("open", True)
     store.put(*make_chunk(50))
     with pytest.raises(RemoteError, match="ConnectionError"):
         store.share([make_chunk(50)[0]])
-    own_redis.start()
+    redis_server.start()
     assert store.flush_remote(LONG_S)
     wait_until(lambda: store.find([make_chunk(50)[0]]) == [True] and stats_of(store).state == "closed")
 
 
-def test_a_silent_server_is_left_after_the_time_out(own_redis: RedisServer, open_shared: OpenShared) -> None:
+def test_a_silent_server_is_left_after_the_time_out(redis_server: RedisServer, open_shared: OpenShared) -> None:
     """A server that does not answer costs the time-out; closing the store does not wait for longer."""
-    written(open_shared("a", own_redis.url))
-    store = open_shared("b", own_redis.url, remote_timeout_s=0.3)
-    own_redis.pause()
+    written(open_shared("a", redis_server.url))
+    store = open_shared("b", redis_server.url, remote_timeout_s=0.3)
+    redis_server.pause()
     started = time.monotonic()
     assert store.fetch(KEYS, LONG_S) == 0
     store.put(*make_chunk(50))
     store.close()
     assert time.monotonic() - started < 10
-    own_redis.resume()
+    redis_server.resume()
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
@@ -344,15 +332,6 @@ def test_tenants_share_nothing(folder_url: str, open_shared: OpenShared, secret:
     assert {tenant: store.fetch(KEYS, LONG_S) for tenant, store in found.items()} == {"a": 0, "b": 4, "c": 0}
 
 
-@pytest.mark.parametrize("secret", [None, SECRET])
-def test_a_missing_secret_is_warned_of(
-    folder_url: str, open_shared: OpenShared, caplog: pytest.LogCaptureFixture, secret: str | None
-) -> None:
-    """A remote tier without a secret is warned of when the store is opened."""
-    open_shared("a", folder_url, remote_secret=secret)
-    assert ("no secret is set" in caplog.text) == (secret is None)
-
-
 class FakeBackend:
     """A `Backend` in a dict, which fails while `is_down`, and answers while `may_answer` is set."""
 
@@ -390,18 +369,26 @@ class FakeBackend:
         self.calls.append("close")
 
 
-def tier_of(backend: FakeBackend, queue_bytes: int = 2**20) -> RemoteTier:
-    return RemoteTier(RemoteAddress("redis://host"), backend, ObjectFormat(None), 0.2, queue_bytes)
-
-
 ENTRIES = [EncodedEntry.from_chunk(key, kv) for key, kv in CHUNKS]
 
 
-def test_the_last_change_counts() -> None:
+@pytest.fixture
+def backend() -> FakeBackend:
+    return FakeBackend()
+
+
+@pytest.fixture
+def tier(backend: FakeBackend) -> Iterator[RemoteTier]:
+    """A tier over the backend, whose queue has room for two entries."""
+    tier = RemoteTier(RemoteAddress("redis://host"), backend, ObjectFormat(None), 0.2, 2 * ENTRIES[0].nbytes)
+    yield tier
+    backend.may_answer.set()
+    tier.close()
+
+
+def test_the_last_change_counts(backend: FakeBackend, tier: RemoteTier) -> None:
     """Changes of an entry that wait are one: the last; entries beyond the bytes of the queue are dropped and counted."""
-    backend = FakeBackend()
     backend.may_answer.clear()
-    tier = tier_of(backend, queue_bytes=2 * ENTRIES[0].nbytes)
     for entry in ENTRIES[:2]:
         tier.put(entry.info.key.digest, entry)
     tier.put(KEYS[1].digest, None)
@@ -413,26 +400,21 @@ def test_the_last_change_counts() -> None:
     assert tier.flush(LONG_S)
     assert backend.calls == ["put", "delete", "put"]
     assert set(backend.objects) == {KEYS[0].digest, KEYS[2].digest}
-    tier.close()
 
 
-def test_an_entry_is_fetched_once_for_all_who_wait() -> None:
+def test_an_entry_is_fetched_once_for_all_who_wait(backend: FakeBackend, tier: RemoteTier) -> None:
     """Requests for an entry that is on its way wait for the same call."""
-    backend, stored = FakeBackend(), list[EncodedEntry]()
-    tier = tier_of(backend)
+    stored = list[EncodedEntry]()
     tier.send(ENTRIES[0])
     backend.may_answer.clear()
     arrivals = [tier.fetch([KEYS[0].digest], lambda entry: not stored.append(entry))[0] for _ in range(3)]
     backend.may_answer.set()
     assert [arrival.result(LONG_S) for arrival in arrivals] == [True] * 3
     assert (backend.calls, len(stored)) == (["put", "get"], 1)
-    tier.close()
 
 
-def test_changes_wait_for_the_end_of_an_outage() -> None:
+def test_changes_wait_for_the_end_of_an_outage(backend: FakeBackend, tier: RemoteTier) -> None:
     """Changes during an outage are tried again after the breaker's pause, in order; messages show no password."""
-    backend = FakeBackend()
-    tier = tier_of(backend)
     backend.is_down = True
     with pytest.raises(RemoteError) as refused:
         tier.send(ENTRIES[0])
@@ -442,21 +424,17 @@ def test_changes_wait_for_the_end_of_an_outage() -> None:
     backend.is_down = False
     assert tier.flush(LONG_S)
     assert list(backend.objects) == [KEYS[1].digest]
-    tier.close()
 
 
-def test_a_closed_tier_neither_fetches_nor_sends() -> None:
+def test_a_closed_tier_neither_fetches_nor_sends(backend: FakeBackend, tier: RemoteTier) -> None:
     """After the end nothing is asked; changes that could not be sent are counted."""
-    backend = FakeBackend()
-    tier = tier_of(backend)
     backend.may_answer.clear()
-    tier.put(KEYS[0].digest, ENTRIES[0])
-    tier.put(KEYS[1].digest, ENTRIES[1])
+    for entry in ENTRIES[:2]:
+        tier.put(entry.info.key.digest, entry)
     tier.close()
     assert tier.stats().dropped_writes >= 1
     assert tier.fetch([KEYS[0].digest], lambda _: True) == []
     assert tier.contains([KEYS[0].digest]) == set()
-    backend.may_answer.set()
 
 
 def test_the_breaker_opens_and_doubles_its_pause() -> None:
@@ -465,13 +443,11 @@ def test_the_breaker_opens_and_doubles_its_pause() -> None:
     breaker = CircuitBreaker(lambda: now)
     assert [breaker.fail() for _ in range(FAILURES)] == [False] * (FAILURES - 1) + [True]
     assert breaker.fail() is False  # a call that began before the pause
-    pauses = []
-    for _ in range(8):
-        pauses.append(breaker.pause_left_s())
-        now += breaker.pause_left_s()
+    for pause_s in (1, 2, 4, 8, 16, 32, 60, 60):
+        assert breaker.pause_left_s() == pause_s
+        now += pause_s
         assert breaker.pause_left_s() == 0
         breaker.fail()
-    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
     breaker.succeed()
     assert (breaker.pause_left_s(), breaker.fail()) == (0, False)
 
@@ -480,7 +456,7 @@ def test_the_breaker_opens_and_doubles_its_pause() -> None:
 def test_bad_addresses_are_refused_unseen(bad: object) -> None:
     """A URL of another kind is refused, and not shown."""
     with pytest.raises(ConfigError, match="not shown"):
-        StoreConfig(remote=bad)  # type: ignore[arg-type]
+        StoreConfig(remote=bad)
 
 
 def test_no_text_shows_a_password() -> None:
