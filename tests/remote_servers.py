@@ -37,7 +37,6 @@ class RedisServer:
         self._folder = folder
         self.socket = folder / "redis.sock"
         self.url = f"unix://{self.socket}"
-        self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
     def start(self) -> None:
@@ -57,20 +56,16 @@ class RedisServer:
         wait_until(answers, "redis-server did not start", 60.0)
 
     def kill(self) -> None:
-        """Kill it, paused or not."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        """Kill it, paused or not; a second time does nothing."""
+        self._process.kill()
+        self._process.wait()
 
     def pause(self) -> None:
         """Stop it where it is."""
-        assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         """Let it go on."""
-        assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
 
@@ -82,15 +77,11 @@ def s3_server(folder: Path) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     end_point = f"http://127.0.0.1:{port}"
-    names = {
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": end_point,
-    }
     with pytest.MonkeyPatch.context() as patch, (folder / "moto.log").open("wb") as log:
-        for name, value in names.items():
-            patch.setenv(name, value)
+        patch.setenv("AWS_ACCESS_KEY_ID", "key")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        patch.setenv("AWS_REGION", "us-east-1")
+        patch.setenv("AWS_ENDPOINT_URL", end_point)
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
         with subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "PYTHONWARNINGS": "ignore"}) as server:
             try:

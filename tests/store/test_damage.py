@@ -263,11 +263,10 @@ def test_removals_on_a_full_disk(open_store, monkeypatch, freed: str, operation:
     assert (Path(store.config.directory) / "reserve").stat().st_size == RESERVE_BYTES
 
 
-def test_opening_on_a_full_disk(open_store, monkeypatch) -> None:
+def test_opening_on_a_full_disk(open_store, tmp_path, monkeypatch) -> None:
     """A store is opened where the disk has room for nothing: the reserve is given up, and taken again later."""
-    with open_store() as store:
-        store.put(KEY, KV)
-    reserve = Path(store.config.directory) / "reserve"
+    put_all(open_store(), PAIRS).close()
+    reserve = tmp_path / "store" / "reserve"
     connect = Database._connect
 
     def full(database: Database) -> sqlite3.Connection:

@@ -43,6 +43,19 @@ def check(file: NewFile) -> None:
         assert all(map(np.array_equal, opened.load().bytes, file.entry.bytes))
 
 
+def check_memory(entry: EncodedEntry) -> None:
+    """The entry's memory is whole blocks: its layers without gaps, and zeros after the last one."""
+    assert all(piece.ctypes.data % BLOCK_BYTES == len(piece) % BLOCK_BYTES == 0 for piece in entry.pieces)
+    whole = b"".join(piece.tobytes() for piece in entry.pieces)
+    assert whole == b"".join(layer.tobytes() for layer in entry.bytes).ljust(len(whole), b"\0")
+
+
+def write_and_check(folder: Path, entry: EncodedEntry) -> None:
+    file = new_file(folder, entry)
+    write_files([file])
+    check(file)
+
+
 def test_several(tmp_path: Path) -> None:
     """Files of any length, written together or after larger ones, have their own bytes and hold nothing of each other."""
     # 4096 bytes of header, then 128 a token: shorter than a block, whole blocks, and one token beside each.
@@ -65,9 +78,7 @@ def test_synced_before_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(("tokens", "pieces"), [(97, 1), (128, 2)])
 @pytest.mark.parametrize("direct", [False, True])
-def test_memory_is_whole_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool, tokens: int, pieces: int
-) -> None:
+def test_memory_is_whole_blocks(tmp_path: Path, monkeypatch, direct: bool, tokens: int, pieces: int) -> None:
     """What is encoded, and what is read again, can be written past the page cache from where it is."""
     monkeypatch.setattr("cacheblend.store.entry.PIECE_BYTES", 1)
     entry = make_entry(tokens)
@@ -78,9 +89,7 @@ def test_memory_is_whole_blocks(
     assert again.checksums == entry.checksums
     for one in (entry, again):
         assert len(one.pieces) == pieces
-        assert all(piece.ctypes.data % BLOCK_BYTES == len(piece) % BLOCK_BYTES == 0 for piece in one.pieces)
-        whole = b"".join(piece.tobytes() for piece in one.pieces)
-        assert whole == b"".join(layer.tobytes() for layer in one.bytes).ljust(len(whole), b"\0")
+        check_memory(one)
 
 
 def test_memory_of_an_entry_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,12 +106,8 @@ def test_memory_of_an_entry_is_used_again(tmp_path: Path, monkeypatch: pytest.Mo
     assert first.pieces[0].ctypes.data == address != second.pieces[0].ctypes.data
     assert len(first.pieces[0]) == size
     for entry in (first, second):
-        file = new_file(tmp_path, entry)
-        write_files([file])
-        with EntryFile.open(file.final, str(entry.info.key)) as opened:
-            assert opened.load().checksums == entry.checksums
-        whole = b"".join(piece.tobytes() for piece in entry.pieces)
-        assert whole == b"".join(layer.tobytes() for layer in entry.bytes).ljust(len(whole), b"\0")
+        write_and_check(tmp_path, entry)
+        check_memory(entry)
 
 
 def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,9 +121,7 @@ def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest
         return write(fd, data)
 
     monkeypatch.setattr(os, "write", refusing)
-    file = new_file(tmp_path, make_entry(97))
-    write_files([file])
-    check(file)
+    write_and_check(tmp_path, make_entry(97))
     assert direct.count(True) <= 1
 
     def no_flag(_: int) -> None:
@@ -126,9 +129,7 @@ def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(entry_file, "make_direct", no_flag)
     del direct[:]
-    file = new_file(tmp_path, make_entry(98))
-    write_files([file])
-    check(file)
+    write_and_check(tmp_path, make_entry(98))
     assert direct
     assert not any(direct)
 
@@ -141,6 +142,4 @@ def test_a_write_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         return write(fd, data[: BLOCK_BYTES if is_direct(fd) else 100])
 
     monkeypatch.setattr(os, "write", short)
-    file = new_file(tmp_path, make_entry(97))
-    write_files([file])
-    check(file)
+    write_and_check(tmp_path, make_entry(97))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,11 @@ from chunks import files_under, make_chunk, same
 from cacheblend.store import ConfigError, KVStore, StoreConfig, StoreDirectoryError
 
 KEY, KV = make_chunk(1)
+
+
+def make_store(directory: str | Path) -> None:
+    with KVStore(StoreConfig(directory=directory)) as store:
+        store.put(KEY, KV)
 
 
 def refuse(directory: Path, message: str) -> None:
@@ -25,22 +32,16 @@ def test_made_where_missing(tmp_path: Path) -> None:
     """A store is made in a folder that does not exist yet, or is empty but for what file systems put there."""
     (tmp_path / "disk" / "lost+found").mkdir(parents=True)
     for directory in (tmp_path / "a" / "b", tmp_path / "disk"):
-        with KVStore(StoreConfig(directory=str(directory))) as store:
-            store.put(KEY, KV)
+        make_store(str(directory))
         with KVStore(StoreConfig(directory=directory)) as store:
             assert same(store.get(KEY), KV)
 
 
-def test_a_file(tmp_path: Path) -> None:
-    """A file is not a store."""
-    (tmp_path / "file").write_text("text")
-    refuse(tmp_path / "file", "is a file")
-    refuse(tmp_path / "file" / "below", "cannot be written")
-
-
-def test_someone_elses_folder(tmp_path: Path) -> None:
-    """A folder that holds something else is left as it is."""
+def test_something_else(tmp_path: Path) -> None:
+    """A file is not a store, and a folder that holds something else is left as it is."""
     (tmp_path / "thesis.tex").write_text("text")
+    refuse(tmp_path / "thesis.tex", "is a file")
+    refuse(tmp_path / "thesis.tex" / "below", "cannot be written")
     refuse(tmp_path, r"not a store: it holds thesis\.tex")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
@@ -69,8 +70,7 @@ def test_other_markers(tmp_path: Path, marker: str, message: str) -> None:
 )
 def test_a_marker_is_made_again(tmp_path: Path, marker: bytes | None, caplog: pytest.LogCaptureFixture) -> None:
     """A store whose marker alone is gone or damaged is opened, with a warning and all that it holds."""
-    with KVStore(StoreConfig(directory=tmp_path)) as store:
-        store.put(KEY, KV)
+    make_store(tmp_path)
     (tmp_path / "store.json").unlink()
     if marker is not None:
         (tmp_path / "store.json").write_bytes(marker)
@@ -90,8 +90,7 @@ def test_marker_that_a_crash_cut_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize("call", ["mkdir", "open"])
 def test_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """A folder that cannot be written is refused with the remedy."""
-    with KVStore(StoreConfig(directory=tmp_path / "store")):
-        pass
+    make_store(tmp_path / "store")
 
     def read_only(*_: object, **__: object) -> int:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
@@ -102,26 +101,22 @@ def test_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -
 
 def test_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that another user owns is refused with the remedy."""
-    with KVStore(StoreConfig(directory=tmp_path)):
-        pass
+    make_store(tmp_path)
     monkeypatch.setattr(os, "access", lambda *_: False)
     refuse(tmp_path, "Permission denied; make the store's folder writable")
 
 
 def test_catalog_of_another_schema(tmp_path: Path) -> None:
     """A catalog of a later version is refused and left as it is."""
-    with KVStore(StoreConfig(directory=tmp_path)):
-        pass
-    with sqlite3.connect(tmp_path / "catalogue.sqlite") as later:
+    make_store(tmp_path)
+    with closing(sqlite3.connect(tmp_path / "catalogue.sqlite", isolation_level=None)) as later:
         later.execute("PRAGMA user_version = 7")
-    later.close()
     refuse(tmp_path, "schema 7.*use the version that made it")
 
 
 def test_catalog_that_is_not_one(tmp_path: Path) -> None:
     """A destroyed catalog is refused; moved away, it is made again from the files."""
-    with KVStore(StoreConfig(directory=tmp_path)) as store:
-        store.put(KEY, KV)
+    make_store(tmp_path)
     for path in tmp_path.glob("catalogue.sqlite*"):
         path.write_bytes(b"garbage" * 1000)
     refuse(tmp_path, r"move catalogue.sqlite\* away")
@@ -134,24 +129,21 @@ def test_catalog_that_is_not_one(tmp_path: Path) -> None:
 
 def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
     """A file whose writing was cut off is gone when the store is opened again, and was never an entry."""
-    with KVStore(StoreConfig(directory=tmp_path)) as store:
-        store.put(KEY, KV)
+    make_store(tmp_path)
     (tmp_path / "writing" / ("ab" * 32)).write_bytes(b"half")
     with KVStore(StoreConfig(directory=tmp_path)) as store:
         assert files_under(store, "writing") == []
         assert store.stats().nvme.entries == 1
 
 
-@pytest.mark.parametrize("field", ["ram_budget_bytes", "nvme_budget_bytes"])
-@pytest.mark.parametrize("value", [0, -1, 1.5, "2", True, None])
-def test_budgets_are_whole_and_positive(field: str, value: object) -> None:
-    """A budget that is not a positive whole number is refused by name and value."""
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *itertools.product(("ram_budget_bytes", "nvme_budget_bytes"), (0, -1, 1.5, "2", True, None)),
+        *itertools.product(("directory",), ("", None)),
+    ],
+)
+def test_bad_values_of_options(field: str, value: object) -> None:
+    """A budget that is not a positive whole number, and no folder, are refused by name and value."""
     with pytest.raises(ConfigError, match=f"{field}={value!r}"):
-        StoreConfig(directory="store", **{field: value})
-
-
-@pytest.mark.parametrize("directory", ["", None])
-def test_directory_is_named(directory: object) -> None:
-    """A store without a folder is refused."""
-    with pytest.raises(ConfigError, match="directory"):
-        StoreConfig(directory=directory)
+        StoreConfig(**{"directory": "store", field: value})
