@@ -53,9 +53,7 @@ def ingest(
     *,
     settings: options.Settings,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask, however much disk the KV takes.")] = False,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Stay, and follow the folders' changes until Ctrl-C or SIGTERM.")
-    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Stay, and follow folders' changes until Ctrl-C or SIGTERM.")] = False,
     allow_private_urls: Annotated[
         bool, typer.Option("--allow-private-urls", help="Fetch URLs of this machine and of private networks, too.")
     ] = False,

@@ -14,7 +14,7 @@ import torch
 from cacheblend.service.engine.decoding import Piece, TextStream, TokenLogprob
 from cacheblend.service.engine.request import Done, Request, chunk_origin
 
-from .schemas import GenerationBody, read_arguments
+from .schemas import ChatBody, CompletionBody, GenerationBody, read_arguments
 
 OPENS, CLOSES = "<tool_call>", "</tool_call>"  # as Hermes and Qwen write calls
 PLAN_FIELDS = ("method", "hits", "misses", "recompute_ratio", "reusable_tokens", "recomputed_tokens")  # of a report
@@ -27,7 +27,7 @@ class TextChoice:
     prefix = "cmpl"
     kind = piece_kind = "text_completion"
 
-    def __init__(self, index: int, body: GenerationBody, token_text: Callable[[int], str]) -> None:
+    def __init__(self, index: int, body: ChatBody | CompletionBody, token_text: Callable[[int], str]) -> None:
         self._index, self._streamed, self._token_text = index, body.stream, token_text
         self._has_logprobs = body.returned_logprobs is not None
         names = [tool.function.name for tool in body.called_tools]

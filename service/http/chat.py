@@ -28,7 +28,7 @@ from cacheblend.service.serving.scheduler import late_error
 
 from .answers import ChatChoice, TextChoice, answer_report, usage
 from .guard import JsonRoute, error_body, refused
-from .schemas import ChatBody, CompletionBody, GenerationBody, ToolBody
+from .schemas import ChatBody, CompletionBody, ToolBody
 from .server import Server, run_call, while_client_waits
 
 DEFAULT_NUM_CHUNKS = 6
@@ -38,6 +38,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer; with `stream` as server-sent events.", "content": {"text/event-stream": {}}}
 }
 router = APIRouter(route_class=JsonRoute)
+Body = ChatBody | CompletionBody
 
 
 @router.post("/v1/chat/completions", responses=ANSWERS)
@@ -100,7 +101,7 @@ def lay_out_completion(engine: Engine, body: CompletionBody) -> dict[str, Any]:
     }
 
 
-def sampling_of(body: GenerationBody, grammars: GrammarCompiler) -> dict[str, Any]:
+def sampling_of(body: Body, grammars: GrammarCompiler) -> dict[str, Any]:
     """A body's options of `Sampling`; refuses biases of no token and JSON that cannot be had."""
     bias, words, asked = body.logit_bias or {}, grammars.words, body.answer_schema
     if wrong := [key for key in bias if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < words)]:
@@ -116,7 +117,7 @@ def sampling_of(body: GenerationBody, grammars: GrammarCompiler) -> dict[str, An
 
 
 async def _respond(
-    body: GenerationBody, request: Request, choice_class: type[TextChoice], lay_out: Callable[[Engine, Any], dict[str, Any]]
+    body: Body, request: Request, choice_class: type[TextChoice], lay_out: Callable[[Engine, Any], dict[str, Any]]
 ) -> Response:
     server: Server = request.app.state.server
     engine: Engine = request.state.engine
@@ -159,7 +160,7 @@ class Generation:
     The first choice is prefilled, and the others follow it (`Request.follow`), each by a seed of its own.
     """
 
-    def __init__(self, request: Request, first: PromptRequest, body: GenerationBody, choice_class: type[TextChoice]) -> None:
+    def __init__(self, request: Request, first: PromptRequest, body: Body, choice_class: type[TextChoice]) -> None:
         self._body, self._events = body, asyncio.Queue[tuple[int, Event]]()
         self._server: Server = request.app.state.server
         self._choices = [choice_class(index, body, self._server.token_text) for index in range(body.n or 1)]

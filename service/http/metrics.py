@@ -11,9 +11,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.concurrency import run_in_threadpool
 
+from cacheblend.blend.fidelity import Comparison
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.request import Done, Failed, Request
-from cacheblend.service.serving.quality_guard import ShadowReport
 from cacheblend.service.serving.scheduler import Scheduler
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -96,14 +96,13 @@ class Metrics(Collector):
         for tier, loaded in plan.loaded_bytes.items():
             self._loaded.labels(tier).inc(loaded)
 
-    def observe_shadow(self, report: ShadowReport) -> None:
+    def observe_shadow(self, tenant: str, comparison: Comparison | None, full_recompute: bool) -> None:
         """Count a shadow evaluation by the tenant's name and the model, never by a salt; `Scheduler` calls it."""
-        labels = report.tenant, self._model
-        self._evaluations.labels(*labels, report.outcome).inc()
-        self._full_recompute.labels(*labels).set(report.full_recompute)
-        if (found := report.comparison) is not None:
-            for name, histogram in self._guard.items():
-                histogram.labels(*labels).observe(getattr(found, name))
+        labels = tenant, self._model
+        self._evaluations.labels(*labels, "failed" if comparison is None else "compared").inc()
+        self._full_recompute.labels(*labels).set(full_recompute)
+        for name, histogram in self._guard.items() if comparison is not None else ():
+            histogram.labels(*labels).observe(getattr(comparison, name))
 
     def watch(self, scheduler: Scheduler, engines: Iterable[Engine]) -> None:
         """Also export the state of scheduler and stores, as it is when asked."""

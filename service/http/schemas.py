@@ -321,11 +321,6 @@ class GenerationBody(StrictModel):
             return None
         return "response_format", ANY_OBJECT if form.json_schema is None else form.json_schema.schema_
 
-    @property
-    def returned_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are returned with each; None for no log-probabilities."""
-        return None
-
 
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
@@ -355,6 +350,7 @@ class ChatBody(GenerationBody):
 
     @property
     def returned_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are returned with each; None for no log-probabilities."""
         return self.top_logprobs or 0 if self.logprobs else None
 
     @model_validator(mode="after")

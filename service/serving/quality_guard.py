@@ -7,7 +7,6 @@ import random
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -17,26 +16,9 @@ from cacheblend.service.engine.decoding import Sampling
 from cacheblend.service.engine.request import Request
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ShadowReport:
-    """Outcome of a sampled request.
-
-    Args:
-        tenant: whose request it was.
-        comparison: None if the comparison failed.
-        full_recompute: the guard's state after it; see `QualityGuard`.
-    """
-
-    tenant: str
-    comparison: Comparison | None
-    full_recompute: bool
-
-    @property
-    def outcome(self) -> str:
-        """Either "compared" or "failed"."""
-        return "failed" if self.comparison is None else "compared"
+# Called with a sampled request's tenant, the comparison, None if it failed, and whether the tenant's prompts are recomputed in
+# full from now on. Must return at once.
+ShadowObserver = Callable[[str, Comparison | None, bool], None]
 
 
 class QualityGuard:
@@ -87,12 +69,10 @@ class ShadowEvaluation:
         share: of blended requests that are sampled.
         floor, window: see `QualityGuard`.
         tokens: first greedy tokens that are compared.
-        observer: called with every report. Must return at once.
+        observer: of every comparison.
     """
 
-    def __init__(
-        self, *, share: float, floor: float, window: int, tokens: int, observer: Callable[[ShadowReport], None]
-    ) -> None:
+    def __init__(self, *, share: float, floor: float, window: int, tokens: int, observer: ShadowObserver) -> None:
         self._share, self._floor, self._tokens, self._observer = share, floor, tokens, observer
         self._window = window
         self._guards: dict[str, QualityGuard] = {}
@@ -176,6 +156,6 @@ class ShadowEvaluation:
                 "recomputed in full" if guard.full_recompute else "blended",
             )
         try:
-            self._observer(ShadowReport(tenant, comparison, guard.full_recompute))
+            self._observer(tenant, comparison, guard.full_recompute)
         except Exception:  # requests go on
             logger.exception("the observer of shadow evaluations failed")

@@ -20,7 +20,7 @@ from cacheblend.base.options import check_share, check_whole, is_number, option
 from cacheblend.blend import Fusor
 from cacheblend.service.engine.request import Done, Failed, Request
 
-from .quality_guard import ShadowEvaluation, ShadowReport
+from .quality_guard import ShadowEvaluation, ShadowObserver
 
 # Of the time while a prompt is prefilled. A step reads the weights once, for one sequence as for many: a step after every layer
 # would double a short prompt's time, and fewer steps serve all the sequences that were prefilled meanwhile.
@@ -177,7 +177,7 @@ class Scheduler:
         fusor: the model that all requests' engines share.
         config: limits.
         observer: called with every request that ends, and how; None if it was cancelled. Must return at once.
-        shadow_observer: called with a report of every shadow evaluation. Must return at once.
+        shadow_observer: of every shadow evaluation.
         several_tenants: whether `TENANT_PLACES` holds.
     """
 
@@ -186,7 +186,7 @@ class Scheduler:
         fusor: Fusor,
         config: ServingConfig | None = None,
         observer: Observer = lambda *_: None,
-        shadow_observer: Callable[[ShadowReport], None] = lambda _: None,
+        shadow_observer: ShadowObserver = lambda *_: None,
         *,
         several_tenants: bool = False,
     ) -> None:
