@@ -6,18 +6,17 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from engines import QUESTION, key_of
+from engines import DOCUMENTS, QUESTION, OpenEngine, key_of
 from hypothesis import given
 from hypothesis import strategies as st
 from served import Client, serve
 from waiting import wait_until
 
-from cacheblend.blend import FusionConfig
 from cacheblend.blend.fidelity import Comparison, relative_kv_error
 from cacheblend.blend.fusion import FusionSteps
 from cacheblend.service import Engine
@@ -129,12 +128,16 @@ def test_a_check_is_the_comparison_with_full_prefill(engine: Engine, reports: Re
     assert (quality["evaluated"], quality["agreement"], quality["full_recompute"]) == (1, served.agreement, False)
 
 
-def test_full_recompute_until_answers_agree(engine: Engine, reports: Reports, caplog: pytest.LogCaptureFixture) -> None:
+def test_full_recompute_until_answers_agree(
+    engine: Engine, open_engine: OpenEngine, tmp_path: Path, reports: Reports, caplog: pytest.LogCaptureFixture
+) -> None:
     """Below the floor prompts are recomputed in full and blended in the shadow; at the floor they are blended again."""
     caplog.set_level(logging.WARNING)
 
-    def method(scheduler: Scheduler, ratio: float = 0.15) -> str:
-        engine.config = replace(engine.config, fusion=FusionConfig(recompute_ratio=ratio))
+    exact = open_engine(store_dir=tmp_path / "exact", recompute_ratio=1.0)
+    exact.ingest(DOCUMENTS)
+
+    def method(scheduler: Scheduler, engine: Engine = engine) -> str:
         return str(ask(engine, scheduler, reports, max_tokens=2).answer.plan.method)
 
     with guarded(engine, reports, guard_floor=1.0, guard_tokens=40) as scheduler:
@@ -146,9 +149,9 @@ def test_full_recompute_until_answers_agree(engine: Engine, reports: Reports, ca
         assert second == third
         assert second is not None
         assert second.agreement == first.agreement < 1
-        assert method(scheduler, 1.0) == "full_recompute"
+        assert method(scheduler, exact) == "full_recompute"
         assert not scheduler.quality("")["full_recompute"]
-        assert method(scheduler, 1.0) == "blend"
+        assert method(scheduler, exact) == "blend"
     assert caplog.text.count("agree too little") == caplog.text.count("agree again") == 1
 
 
