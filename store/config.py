@@ -11,7 +11,7 @@ from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import GIB, MIB, check_whole, is_number, option
 
 from .remote import RemoteAddress
-from .tiers import CACHE_TIERS, NVME, RAM
+from .tiers import CACHE_TIERS, RAM
 
 REMOTE_PANEL = "Remote tier"  # the options' heading
 MIN_SECRET = 16  # characters
@@ -83,7 +83,8 @@ class StoreConfig:
             if name not in further:
                 raise ConfigError("cache_budgets", name, f"one of the tiers {', '.join(further) or '(none is registered)'}")
             check_whole(f"cache_budgets[{name!r}]", budget_bytes)
-        self.remote_address()
+        if self.remote is not None:
+            RemoteAddress(self.remote)
         if self.remote_secret is not None and self.remote_secret_file is not None:
             raise ConfigError("remote_secret_file", self.remote_secret_file, "not beside remote_secret")
         self.read_secret()
@@ -93,10 +94,6 @@ class StoreConfig:
             raise ConfigError("remote_timeout_s", self.remote_timeout_s, "seconds above 0")
         if self.remote_ttl_s is not None:
             check_whole("remote_ttl_s", self.remote_ttl_s)
-
-    def remote_address(self) -> RemoteAddress | None:
-        """Where the remote tier is; None for none."""
-        return None if self.remote is None else RemoteAddress(self.remote)
 
     def read_secret(self) -> bytes | None:
         """The deployment's secret; None for none.
@@ -116,7 +113,3 @@ class StoreConfig:
         if not isinstance(secret, str) or len(secret) < MIN_SECRET:
             raise ConfigError(name, "what is given (not shown)", f"{MIN_SECRET} characters or more")
         return secret.encode()
-
-    def budgets(self) -> dict[str, int]:
-        """Bytes of each tier, the fastest tier first."""
-        return {RAM: self.ram_budget_bytes, **self.cache_budgets, NVME: self.nvme_budget_bytes}

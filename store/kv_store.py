@@ -21,8 +21,8 @@ from .config import StoreConfig
 from .entry import EncodedEntry
 from .layout import StoreFolder
 from .nvme_tier import NvmeTier, VerifyReport
-from .remote import ObjectFormat, RemoteTier
-from .tiers import CACHE_TIERS, CacheTier, KVTier, OpenedEntry, Pins, Placement, StoreStats, TierStats, read_entry
+from .remote import ObjectFormat, RemoteAddress, RemoteTier
+from .tiers import CACHE_TIERS, RAM, CacheTier, KVTier, OpenedEntry, Pins, Placement, StoreStats, TierStats, read_entry
 from .write_queue import DocumentVersion, PendingWrite, WriteQueue
 
 logger = logging.getLogger(__name__)
@@ -47,10 +47,11 @@ class KVStore:
         self._closed = True  # until all of it is open
         self.config = config
         self._pins = Pins()
-        *cached, (_, nvme_budget) = config.budgets().items()
-        self._caches: tuple[CacheTier, ...] = tuple(CACHE_TIERS[name](budget, self._pins) for name, budget in cached)
+        budgets = {RAM: config.ram_budget_bytes, **config.cache_budgets}
+        self._caches: tuple[CacheTier, ...] = tuple(CACHE_TIERS[name](budget, self._pins) for name, budget in budgets.items())
         self._remote = self._open_remote()  # connects at its first use
-        self._nvme = NvmeTier(StoreFolder(Path(config.directory)), nvme_budget, self._pins, direct_reads=config.direct_reads)
+        folder = StoreFolder(Path(config.directory))
+        self._nvme = NvmeTier(folder, config.nvme_budget_bytes, self._pins, direct_reads=config.direct_reads)
         self._tiers: tuple[KVTier, ...] = (*self._caches, self._nvme)
         self._queue = WriteQueue(config.write_queue_bytes)
         self._counting = threading.Lock()
@@ -294,8 +295,9 @@ class KVStore:
 
     def _open_remote(self) -> RemoteTier | None:
         config = self.config
-        if (address := config.remote_address()) is None:
+        if config.remote is None:
             return None
+        address = RemoteAddress(config.remote)
         if (secret := config.read_secret()) is None:
             logger.warning(
                 "no secret is set for the remote tier at %s: whoever can write there can change answers", address.shown

@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from cacheblend.base.errors import StoreDirectoryError
+from cacheblend.base.errors import DamagedEntryError, StoreDirectoryError
 from cacheblend.base.files import FILE_MODE, make_folder, replacing, sync_folder, write_error
 
 logger = logging.getLogger(__name__)
@@ -83,8 +83,9 @@ class StoreFolder:
             if folder.is_dir():
                 yield from (path for path in sorted(folder.iterdir()) if path.is_file())
 
-    def set_aside(self, path: Path) -> None:
-        """Move a damaged file to `damaged`, for inspection; drops the oldest such files."""
+    def set_aside(self, path: Path, damage: DamagedEntryError) -> None:
+        """Move a damaged entry's file to `damaged`, for inspection; drops the oldest such files."""
+        logger.warning("entry %s is a miss and set aside in %s: %s", path.name, self.damaged, damage)
         with suppress(FileNotFoundError):
             os.replace(path, self.damaged / path.name)
             os.utime(self.damaged / path.name)

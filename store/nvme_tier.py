@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeVar
@@ -59,14 +59,12 @@ class NvmeTier:
             check_direct_reads(folder.root)
         self.evictions, self.damaged = 0, 0
         with ExitStack() as opened:
-            self._lock = WriteLock(folder.lock)
-            opened.callback(self._lock.close)
-            self._journal = Journal(folder.journal)
-            opened.callback(self._journal.close)
+            self._lock = opened.enter_context(closing(WriteLock(folder.lock)))
+            self._journal = opened.enter_context(closing(Journal(folder.journal)))
             self.reserve = Reserve(folder.reserve)
             with self._lock:
-                self.catalog = self.on_full_disk_too(lambda: Catalog(folder.catalog, self._entries_of_files))
-                opened.callback(self.catalog.close)
+                catalog = self.on_full_disk_too(lambda: Catalog(folder.catalog, self._entries_of_files))
+            self.catalog = opened.enter_context(closing(catalog))
             with self.exclusive():
                 self.leftovers(remove=True)
                 if self.size()[1] > budget_bytes:
@@ -212,9 +210,8 @@ class NvmeTier:
             except DamagedEntryError as damage:
                 if path.name in self.catalog:
                     self._drop_damaged(path.name, damage)
-                    return
-                logger.warning("a file without an entry is set aside in %s: %s", self.folder.damaged, damage)
-                self.folder.set_aside(path)
+                else:
+                    self.folder.set_aside(path, damage)
 
     def clear(self) -> None:
         """Remove every entry, and the files that were set aside."""
@@ -324,14 +321,13 @@ class NvmeTier:
             self._pins.end_evict(victims)
 
     def _drop_damaged(self, digest: str, damage: DamagedEntryError) -> None:
-        logger.warning("entry %s is a miss and set aside in %s: %s", digest, self.folder.damaged, damage)
         self.damaged += 1
         try:
             with self.changing([digest]):
                 self.catalog.change(remove=[digest])
-                self.folder.set_aside(self.folder.entry_path(digest))
+                self.folder.set_aside(self.folder.entry_path(digest), damage)
         except (StoreError, OSError) as error:
-            logger.error("the damaged entry %s cannot be set aside: %s", digest, error)
+            logger.error("the damaged entry %s (%s) cannot be set aside: %s", digest, damage, error)
 
     def _finish(self, digests: Sequence[str]) -> None:
         """End the change of a process that died in it: what the catalog shows is made, what it does not show is not."""
@@ -363,8 +359,7 @@ class NvmeTier:
                     yield self._row_of(file, path)
                 count += 1
             except DamagedEntryError as damage:
-                logger.warning("a file is set aside in %s: %s", self.folder.damaged, damage)
-                self.folder.set_aside(path)
+                self.folder.set_aside(path, damage)
         if count:
             logger.warning("%s was gone: made again from %d files; no document is known", self.folder.catalog, count)
 
