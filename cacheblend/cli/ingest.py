@@ -152,21 +152,15 @@ def _ingest_here(stream: DocumentStream, config: EngineConfig, folders: Sequence
 
 def _follow(engine: Engine, folders: Sequence[str], found: SourceReport) -> IngestReport:
     """Follow folders until a signal; `found` then has the faults at the end."""
-    from cacheblend.service.engine.folder_watch import FolderWatch, FollowReport
+    from cacheblend.service.engine.folder_watch import FolderWatch
 
     total, watch = IngestReport(), FolderWatch(engine, folders)
-
-    def show(report: FollowReport) -> None:
-        nonlocal total
-        total += report.ingested
-        terminal.note(str(report))
-        _print_faults(report.faults)
-
     try:
-        if report := watch.follow():
-            show(report)
         terminal.note(f"watching {', '.join(folders)}; Ctrl-C ends it")
-        watch.run(show)
+        for report in watch.reports():
+            total += report.ingested
+            terminal.note(str(report))
+            _print_faults(report.faults)
     except KeyboardInterrupt:
         terminal.note("stopped watching; the same command goes on from there")
     found.faults = watch.faults
@@ -201,9 +195,7 @@ def _measured(stream: DocumentStream) -> StreamSize | None:
     """Read all once; say what is left out, and how many documents there are."""
     files = itertools.count()
     with LiveLine() as line:
-        stream.report.on_file = lambda file: line.show(f"reading: {next(files):,} files, now {file}")
-        size = stream.measure()
-    stream.report.on_file = lambda _: None
+        size = stream.measure(lambda file: line.show(f"reading: {next(files):,} files, now {file}"))
     _print_skipped(stream.report)
     if size is not None and size.documents > (read := max(next(files), 1)):
         made = f"{counted(read, 'file')} read: {counted(size.documents, 'document')}"

@@ -49,13 +49,12 @@ class NoTextError(InputError):
 class SourceReport:
     """Files that gave no documents, and why: faults of known kinds, and what is skipped as hidden, ignored, or no text.
 
-    The first fault is raised if `strict`; `on_file` is called with each file before it is read.
+    The first fault is raised if `strict`.
     """
 
     faults: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     strict: bool = False
-    on_file: Callable[[Path], None] = lambda _: None
     _versions: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @contextmanager
@@ -126,12 +125,15 @@ class DocumentStream:
         only = sources[0] if len(sources) == 1 else ""
         self.report = SourceReport(strict=only == STANDARD_INPUT or _is_url(only) or Path(only).is_file())
 
-    def measure(self) -> StreamSize | None:
-        """Read it all once, and raise InputError if it cannot be used; None for standard input, which can be read only once."""
+    def measure(self, on_file: Callable[[Path], None] = lambda _: None) -> StreamSize | None:
+        """Read it all once, and raise InputError if it cannot be used; None for standard input, which can be read only once.
+
+        `on_file` is called with each file before it is read.
+        """
         if STANDARD_INPUT in self._sources:
             return None
         size = StreamSize()
-        for document in self._documents():
+        for document in self._documents(on_file):
             size.add(document.text)
         if not size.documents:
             skipped = [f"{name}: {why}" for name, why in self.report.skipped.items()]
@@ -150,11 +152,11 @@ class DocumentStream:
         self._converter.close()
         self._web.close()
 
-    def _documents(self) -> Iterator[Document]:
+    def _documents(self, on_file: Callable[[Path], None] = lambda _: None) -> Iterator[Document]:
         for source in self._sources:
-            yield from self.report.distinct(source, self._read(source))
+            yield from self.report.distinct(source, self._read(source, on_file))
 
-    def _read(self, source: str) -> Iterator[Document]:
+    def _read(self, source: str, on_file: Callable[[Path], None]) -> Iterator[Document]:
         if source == STANDARD_INPUT:
             with self.report.noting(source, is_found=False):
                 yield from _line_documents(_read_lines(sys.stdin.buffer, "standard input"))
@@ -165,7 +167,7 @@ class DocumentStream:
         else:
             for file, id_ in source_files(source, self.report.skipped):
                 with self.report.noting(str(file), is_found=Path(source) != file):
-                    self.report.on_file(file)
+                    on_file(file)
                     yield from file_documents(file, id_, self._converter)
 
 

@@ -187,7 +187,13 @@ def _parts(path: Path) -> Iterator[tuple[str, str]]:
             limits = f"{MAX_UNPACKED_BYTES // 2**20} MiB or {MAX_MEMBERS} members"
             raise _RefusedError(f"unpacks to more than {limits}; split it")
     if suffix == ".pdf":
-        yield from _pdf_pages(path)
+        from pypdf import PdfReader
+
+        reader = PdfReader(path)
+        if reader.is_encrypted and not reader.decrypt(""):
+            raise _RefusedError("locked with a password; save it without one")
+        for number, page in enumerate(reader.pages, 1):
+            yield f"page={number}", page.extract_text()
         return
     if suffix == PAGE_SUFFIX:
         import trafilatura
@@ -226,16 +232,6 @@ def _cut(markdown: str, begin: str, end: str, kind: str) -> Iterator[tuple[str, 
 
 class _RefusedError(ValueError):
     """A sound file that is not taken; the message has the remedy."""
-
-
-def _pdf_pages(path: Path) -> Iterator[tuple[str, str]]:
-    from pypdf import PdfReader
-
-    reader = PdfReader(path)
-    if reader.is_encrypted and not reader.decrypt(""):
-        raise _RefusedError("locked with a password; save it without one")
-    for number, page in enumerate(reader.pages, 1):
-        yield f"page={number}", page.extract_text()
 
 
 def _answer(path: Path) -> dict[str, Any]:

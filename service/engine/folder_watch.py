@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import astuple, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 from cacheblend.base.errors import InputError, needs_extra
@@ -64,15 +65,14 @@ class FolderWatch:
             noted = json.loads(self._record.read_bytes()).items()
             self._files = {name: WatchedFile(*one) for name, one in noted if isinstance(one, list)}
 
-    def run(self, on_change: Callable[[FollowReport], None]) -> None:
-        """Follow until an exception such as KeyboardInterrupt ends it."""
+    def reports(self) -> Iterator[FollowReport]:
+        """Follow until an exception such as KeyboardInterrupt ends it; reports come when something has changed."""
         with needs_extra("rag"):
             from watchfiles import watch
 
         folders = [folder for folder in self._folders if folder.is_dir()]
-        for _ in watch(*folders, rust_timeout=RESCAN_MS, yield_on_timeout=True, ignore_permission_denied=True):
-            if report := self.follow():
-                on_change(report)
+        changes = watch(*folders, rust_timeout=RESCAN_MS, yield_on_timeout=True, ignore_permission_denied=True)
+        yield from filter(None, (self.follow() for _ in chain([None], changes)))
 
     def follow(self) -> FollowReport:
         """Ingest what is new or changed, then delete what is gone, so that a document that moved keeps its KV.
