@@ -175,20 +175,6 @@ def test_precomputes_do_not_wait_for_ever(engine: Engine, monkeypatch: pytest.Mo
         assert missing in engine.store
 
 
-def test_too_many_misses(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Misses beyond the most that may wait are left to a later request."""
-    monkeypatch.setattr("cacheblend.service.engine.background_precompute.MAX_WAITING", 2)
-    monkeypatch.setattr("cacheblend.service.engine.background_precompute.POSTPONE_S", 60.0)
-    engine = open_engine()
-    documents = [{"text": f"number {number}"} for number in range(4)]
-    with engine.foreground:  # so that the precompute does not begin
-        ask(engine, documents=documents)
-    engine.drain()
-    assert ask(engine, documents=documents).plan.hits == 2
-    engine.drain()
-    assert ask(engine, documents=documents).plan.hits == 4
-
-
 def test_a_full_store_takes_the_second_miss(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where another entry would be evicted, a chunk is computed when it is missed again, if not too many were missed since."""
     monkeypatch.setattr("cacheblend.service.engine.background_precompute.REMEMBERED_MISSES", 2)

@@ -242,7 +242,12 @@ class TestFiller:
         assert chunk_context(fusor, "none", 0) == ChunkContext(document_tokens=0)
         engine = open_engine(context_filler="none", context_document_tokens=0)
         engine.ingest(DOCUMENTS)
-        assert stored(engine) == {key_after(engine, chunk.token_ids, ()) for chunk in engine.retriever.chunks()}
+        keys = {chunk.token_ids: key_after(engine, chunk.token_ids, ()) for chunk in engine.retriever.chunks()}
+        assert stored(engine) == set(keys.values())
+        for token_ids, key in keys.items():
+            kv = engine.store.get(key)
+            assert kv is not None
+            assert_same_kv(kv, engine.fusor.precompute(token_ids, head_of(engine)))
 
     def test_whole_passages_within_an_eighth(self, tmp_path: Path) -> None:
         """Filler ends with the last passage that fits into an eighth of the model's positions; a window takes half of them."""

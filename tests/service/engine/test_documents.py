@@ -217,10 +217,15 @@ def test_delete_cut_off_between_store_and_index(engine: Engine, monkeypatch: pyt
 
 
 def test_a_new_version_drops_what_is_unused(engine: Engine) -> None:
-    """A replaced document keeps the KV of chunks that its new text still has, and loses that of the others."""
+    """A replaced document keeps the KV of chunks that its new text still has, and loses that of the others; it is found."""
     old = keys_of(engine, ID)
     others = stored(engine) - old
-    report = engine.ingest([{**FIRST, "text": f"{FIRST['text']} The end of it is another one now."}])
+    report = engine.ingest([{**FIRST, "text": f"{FIRST['text']} The else clause of the zebra loop is another end."}])
+    assert (report.added, report.replaced, report.unchanged) == (0, 1, 0)
+    assert 0 < report.computed < report.chunks
+    last = engine.retriever.chunks(ID)[-1]
+    answer = engine.answer(last.text, num_chunks=1)
+    assert (answer.chunks[0].chunk, answer.plan.hits, answer.plan.misses) == (last, 1, 0)
     new = keys_of(engine, ID)
     assert old & new
     assert old - new

@@ -12,12 +12,10 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
-import torch
 from engines import CHUNK_TOKENS, DOCUMENTS, POSITIONS, QUESTION, TOP_K, OpenEngine, head_of, key_of
 from fakes import FakeEmbedder
-from prompts import assert_same_kv
 
-from cacheblend.base.errors import ConfigError, InputError, PromptTooLongError, StoreFullError
+from cacheblend.base.errors import InputError, PromptTooLongError, StoreFullError
 from cacheblend.base.threads import Progress
 from cacheblend.blend import precompute
 from cacheblend.blend.decoder import Decoder
@@ -63,21 +61,6 @@ def test_again(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None
     first.close()
     monkeypatch.undo()
     assert open_engine().ingest(DOCUMENTS).already_stored == chunks
-
-
-def test_replaced_document(open_engine: OpenEngine) -> None:
-    """A known id with another text replaces the document: only chunks not seen before are computed, and answers use them."""
-    engine = open_engine()
-    engine.ingest(DOCUMENTS)
-    old, *_ = DOCUMENTS
-    text = f"{old['text']}\nThe else clause of the zebra loop walks to the river."
-    report = engine.ingest([{**old, "text": text}])
-    assert (report.added, report.replaced, report.unchanged) == (0, 1, 0)
-    assert 0 < report.computed < report.chunks
-    new = next(chunk for chunk in engine.retriever.chunks("for") if "zebra" in chunk.text)
-    answer = engine.answer(new.text, num_chunks=1)
-    assert answer.chunks[0].chunk == new
-    assert (answer.plan.hits, answer.plan.misses) == (1, 0)
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, MemoryError])
@@ -193,15 +176,6 @@ def test_budget_below_the_corpus(open_engine: OpenEngine, caplog: pytest.LogCapt
     assert answer.plan.misses > 0
 
 
-def test_chunking_is_fixed_for_a_folder(open_engine: OpenEngine) -> None:
-    """A folder ingested with chunks of one size is not opened with another."""
-    open_engine().ingest(DOCUMENTS)
-    with pytest.raises(Exception, match="chunk_tokens"):
-        open_engine(chunk_tokens=CHUNK_TOKENS + 1)
-    with pytest.raises(ConfigError, match="chunk_tokens"):
-        open_engine(chunk_tokens=0)
-
-
 def test_stream(open_engine: OpenEngine) -> None:
     """A stream is read no further than a batch ahead, and its report is that of all batches together."""
     engine = open_engine()
@@ -253,27 +227,6 @@ def test_bad_documents_in_a_stream(open_engine: OpenEngine) -> None:
     assert kept == [document["id"] for document in MANY[:18]]
     with pytest.raises(InputError, match="'none' has no \"text\""):
         engine.ingest_stream([*MANY, {"id": "none"}])
-
-
-def test_without_document_context(open_engine: OpenEngine) -> None:
-    """Without it, chunks are computed after the head alone; with it, so are the first ones, and the others are not."""
-    engine = open_engine(context_document_tokens=0)
-    other = open_engine(store_dir=Path(engine.config.store_dir).parent / "with context")
-    engine.ingest(DOCUMENTS)
-    other.ingest(DOCUMENTS)
-    for chunk in engine.retriever.chunks():
-        kv = engine.store.get(key_of(engine, chunk))
-        assert kv is not None
-        assert kv.context == ""
-        assert_same_kv(kv, engine.fusor.precompute(chunk.token_ids, head_of(engine)))
-        twin = other.store.get(key_of(other, chunk))
-        assert twin is not None
-        if chunk.position:
-            assert key_of(other, chunk) not in engine.store
-            assert not torch.allclose(twin.layers[-1][1], kv.layers[-1][1], rtol=0, atol=1e-3)
-        else:
-            assert key_of(other, chunk) == key_of(engine, chunk)
-            assert_same_kv(twin, kv)
 
 
 def die_while_ingesting(model: str, store_dir: Path, passes: int) -> None:
