@@ -20,8 +20,6 @@ def open_store(tmp_path: Path) -> Iterator[OpenStore]:
     with ExitStack() as stack:
 
         def open_one(**options: object) -> KVStore:
-            store = KVStore(StoreConfig(**{"directory": tmp_path / "store", **options}))
-            stack.callback(store.close)
-            return store
+            return stack.enter_context(KVStore(StoreConfig(**{"directory": tmp_path / "store", **options})))
 
         yield open_one

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -65,13 +66,9 @@ def test_layers_read_by_another_thread(open_store, tier: str) -> None:
     with store.pin([KEY]) as (placement,):
         assert placement.tier == tier
         assert store.delete(KEY)
-        read: list[tuple[torch.Tensor, torch.Tensor]] = []
-        thread = threading.Thread(target=lambda: read.extend(placement.read_layer(i) for i in (2, 0, 1)))
-        thread.start()
-        thread.join()
-        for (k_HTD, v_HTD), (own_k_HTD, own_v_HTD) in zip(read, [KV.layers[i] for i in (2, 0, 1)], strict=True):
-            assert torch.equal(k_HTD, own_k_HTD)
-            assert torch.equal(v_HTD, own_v_HTD)
+        with ThreadPoolExecutor(1) as thread:
+            read = dict(zip((2, 0, 1), thread.map(placement.read_layer, (2, 0, 1)), strict=True))
+        assert same(replace(KV, layers=[read[layer] for layer in range(3)]), KV)
     assert KEY not in store
     with pytest.raises(StoreError, match="released"):
         placement.read_layer(0)
