@@ -151,7 +151,13 @@ class DocumentEncoder:
             batch.chunks[version] = [chunk.token_ids for chunk in chunks]
             self._check_lengths(document.id, batch.chunks[version])
             batch.keys[version] = self._encoder.keys_of_document(batch.chunks[version])
-        batch.found = self._stored(batch.distinct_keys)
+        keys = batch.distinct_keys
+        if self._fetches:
+            self._store.fetch(keys, FETCH_S)
+            self._store.flush()  # its caller notes the documents, whose KV is durable by then
+            batch.found = {key for key in keys if key in self._store}
+        else:
+            batch.found = set(compress(keys, self._store.find(keys)))
         return batch
 
     def compute(self, batch: EncodedBatch, keys: Iterable[ChunkKey], progress: Progress) -> None:
@@ -179,14 +185,6 @@ class DocumentEncoder:
             progress.check()
         for write in writes:
             write.result()
-
-    def _stored(self, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
-        """Those of some chunks whose KV is stored here, or in the remote tier."""
-        if self._fetches:
-            self._store.fetch(keys, FETCH_S)
-            self._store.flush()  # its caller notes the documents, whose KV is durable by then
-        found = [key in self._store for key in keys] if self._fetches else self._store.find(keys)
-        return set(compress(keys, found))
 
     def _chunks(self, document: Document, progress: Progress) -> Sequence[Chunk]:
         """The chunks of a document that is in the index, or was a moment ago."""

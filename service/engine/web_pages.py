@@ -27,7 +27,7 @@ SUFFIXES = {"text/html": PAGE_SUFFIX, "application/xhtml+xml": PAGE_SUFFIX, "app
 SUFFIXES |= {"application/x-ndjson": ".jsonl", "application/json": ".txt", "application/xml": ".txt"}
 MAX_BYTES, MAX_REDIRECTS, MAX_URL_CHARACTERS = 64 * 2**20, 5, 2000
 TIMEOUT_S = 60.0  # of a file, with its redirects
-HEADERS = {"User-Agent": "cacheblend", "Accept": "*/*", "Accept-Encoding": "gzip"}
+HEADERS = {"User-Agent": "cacheblend", "Accept-Encoding": "gzip"}
 NAT64, GLOBAL_V6 = ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("2000::/3")
 # Networks that `is_global` passes: clouds' own services, and addresses that hold another one.
 INTERNAL = [ipaddress.ip_network(each) for each in ("192.0.0.0/24", "168.63.129.16/32", "2001::/32", "2002::/16")]
@@ -95,8 +95,7 @@ class WebFiles:
         url = httpx.URL(named)
         async with asyncio.timeout(self._timeout_s), httpx.AsyncClient(trust_env=False, timeout=None) as client:
             for _ in range(MAX_REDIRECTS + 1):
-                there = url.copy_with(host=await self._address(url), fragment=None)
-                headers = {**HEADERS, "Host": url.netloc.decode()}
+                there, headers = url.copy_with(host=await self._address(url)), {**HEADERS, "Host": url.netloc.decode()}
                 name = {"sni_hostname": url.raw_host.decode()}  # that the certificate must have
                 async with client.stream("GET", there, headers=headers, extensions=name) as answer:
                     if not answer.has_redirect_location:
