@@ -53,23 +53,14 @@ def option(default: T, help: str, *, choices: Collection[str] = (), panel: str =
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """An option as users write it.
+    """An option as users write it."""
 
-    Attributes:
-        name: the field's name, and the key in a TOML file.
-        type: the type that a command line parses: a scalar, an optional scalar, or `list[str]`.
-        default: the field's default.
-        help: the help text, with the choices.
-        panel: heading of the option in help and docs.
-        config: the class of the field.
-    """
-
-    name: str
-    type: Any
+    name: str  # of the field, and the key in a TOML file
+    type: Any  # that a command line parses: a scalar, an optional scalar, or `list[str]`
     default: Any
-    help: str
-    panel: str
-    config: type
+    help: str  # with the choices
+    panel: str  # heading in help and docs
+    config: type  # the class of the field
 
     @property
     def flag(self) -> str:

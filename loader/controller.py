@@ -58,22 +58,15 @@ class TimeCalibration:
 class LoadingPlan:
     """The controller's choice for a request, and its predictions: seconds of the request, to the first logits.
 
-    Args:
-        ratio: the recompute ratio.
-        load_s: loading without computing.
-        load_s_by_tier: `load_s` by tier.
-        recompute_s: the blend at `ratio` with all KV loaded.
-        prefill_s: the chosen way, loading beside computing.
-        full_s: full prefill.
-        full_recompute: whether full prefill was chosen: it is predicted to be faster than blending, or no more than
-            `DELAY_ALLOWED` slower than a blend that waits for its loading.
+    Full recompute is chosen if it is predicted to be faster than blending, or no more than `DELAY_ALLOWED` slower than a blend
+    that waits for its loading.
     """
 
     ratio: float
-    load_s: float
+    load_s: float  # loading without computing
     load_s_by_tier: dict[str, float]
-    recompute_s: float
-    prefill_s: float
+    recompute_s: float  # the blend at `ratio` with all KV loaded
+    prefill_s: float  # the chosen way, loading beside computing
     full_s: float
     full_recompute: bool
 

@@ -128,19 +128,12 @@ def work_of(layer: int, layers: int, before: int, rows: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkEstimator:
-    """Guesses a prompt's seconds without a profile, by counting rows through layers.
+    """Guesses a prompt's seconds without a profile, by counting rows through layers."""
 
-    Args:
-        schedule: the selector's schedule (`FusionConfig.schedule`).
-        layers: number of the model's layers.
-        row_multiply_adds: multiply-adds of one row through one layer.
-        device_type: "cpu" or "cuda".
-    """
-
-    schedule: Schedule
+    schedule: Schedule  # of the selector (`FusionConfig.schedule`)
     layers: int
-    row_multiply_adds: int
-    device_type: str
+    row_multiply_adds: int  # of one row through one layer
+    device_type: str  # "cpu" or "cuda"
 
     def full_s(self, tokens: int) -> float:
         """Generous guess of a full prefill's seconds."""
@@ -213,15 +206,10 @@ def _of_rows(tokens: int, rows: int, projected: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A request's layers on one clock, loading beside computing.
+    """A request's layers on one clock, loading beside computing."""
 
-    Args:
-        total_s: from the start to the end of the last layer.
-        waits_for_last: whether the fusor reaches the last layer before its KV: loading is the longer side.
-    """
-
-    total_s: float
-    waits_for_last: bool
+    total_s: float  # from the start to the end of the last layer
+    waits_for_last: bool  # the fusor reaches the last layer before its KV: loading is the longer side
 
     @classmethod
     def from_layers(cls, load_s: Sequence[float], compute_s: Sequence[float], lookahead_layers: int) -> Pipeline:

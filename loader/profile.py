@@ -32,34 +32,21 @@ class PrefillSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSample:
-    """One layer of a blend over loaded KV.
+    """One layer of a blend over loaded KV."""
 
-    Args:
-        layer: its index; layer 0 runs every row.
-        tokens: the prompt's tokens.
-        rows: rows that went through attention and MLP.
-        projected: rows whose fresh K and V were projected for comparison; 0 if the layer did not check.
-        seconds: measured time.
-    """
-
-    layer: int
-    tokens: int
-    rows: int
-    projected: int
+    layer: int  # layer 0 runs every row
+    tokens: int  # of the prompt
+    rows: int  # that went through attention and MLP
+    projected: int  # rows whose fresh K and V were projected for comparison; 0 if the layer did not check
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSpeed:
-    """Cost of reading from a tier, including the checksum and the copy to the layer's place on the device.
+    """Cost of reading from a tier, including the checksum and the copy to the layer's place on the device."""
 
-    Args:
-        read_s: constant seconds of a read, with the loader's number of reads in flight.
-        bytes_per_s: throughput beyond that.
-    """
-
-    read_s: float
-    bytes_per_s: float
+    read_s: float  # constant seconds of a read, with the loader's number of reads in flight
+    bytes_per_s: float  # throughput beyond that
 
     def __post_init__(self) -> None:
         if not (is_number(self.read_s) and self.read_s >= 0 and is_number(self.bytes_per_s) and self.bytes_per_s > 0):
@@ -70,30 +57,19 @@ class TierSpeed:
 class Profile:
     """Measurements of one model on one device, beside the store whose disk was measured.
 
-    Args:
-        model: the model's fingerprint, which has the compute dtype in it.
-        device: name of the device, from `describe_device`.
-        torch_version: version of the measured build.
-        layers: layers of the model.
-        layer_token_bytes: bytes of one token's raw KV in one layer.
-        prefill: full prefills, of at least one length.
-        blend: layers of blends; at least one of layer 0, and one later one where the model has several layers.
-        logits_s: seconds from the last layer to the first logits.
-        tiers: speed by tier: "ram" and "nvme".
-
     Raises:
         ProfileError: a measurement is impossible or missing.
     """
 
-    model: str
-    device: str
-    torch_version: str
+    model: str  # fingerprint, which has the compute dtype in it
+    device: str  # name, from `describe_device`
+    torch_version: str  # of the measured build
     layers: int
-    layer_token_bytes: int
-    prefill: tuple[PrefillSample, ...]
-    blend: tuple[LayerSample, ...]
-    logits_s: float
-    tiers: Mapping[str, TierSpeed]
+    layer_token_bytes: int  # of one token's raw KV in one layer
+    prefill: tuple[PrefillSample, ...]  # of at least one length
+    blend: tuple[LayerSample, ...]  # at least one of layer 0, and one later one where the model has several layers
+    logits_s: float  # from the last layer to the first logits
+    tiers: Mapping[str, TierSpeed]  # "ram" and "nvme"
 
     def __post_init__(self) -> None:
         measured, wanted = {min(sample.layer, 1) for sample in self.blend}, {0, 1} if self.layers > 1 else {0}
@@ -124,31 +100,20 @@ class Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measures:
-    """A setting's losses against full recompute, over the questions of a calibration.
-
-    Args:
-        cases: number of questions.
-        first_token_kl_nats: mean KL of the first token's distribution from full recompute's.
-        first_token_kl_low_nats: lower end of its 95 % bootstrap interval; None for one case.
-        first_token_kl_high_nats: upper end.
-        gold_nll_over_full_nats: mean negative log-likelihood of the right answer above full recompute's; None without right
-            answers.
-        equal_greedy_tokens: mean share of full recompute's first greedy tokens, 0..1.
-        compute_share: mean multiply-adds between question and first token over full prefill's, 0..1.
-        ttft_s_median: seconds to the first token, stored KV in RAM.
+    """A setting's losses against full recompute, in the mean over the questions of a calibration.
 
     Raises:
         ProfileError: a value is not a finite number.
     """
 
-    cases: int
-    first_token_kl_nats: float
-    first_token_kl_low_nats: float | None
+    cases: int  # questions
+    first_token_kl_nats: float  # KL of the first token's distribution from full recompute's
+    first_token_kl_low_nats: float | None  # lower end of its 95 % bootstrap interval; None for one case
     first_token_kl_high_nats: float | None
-    gold_nll_over_full_nats: float | None
-    equal_greedy_tokens: float
-    compute_share: float
-    ttft_s_median: float
+    gold_nll_over_full_nats: float | None  # negative log-likelihood of the right answer above full recompute's, if there is one
+    equal_greedy_tokens: float  # share of full recompute's first greedy tokens, 0..1
+    compute_share: float  # multiply-adds between question and first token over full prefill's, 0..1
+    ttft_s_median: float  # to the first token, stored KV in RAM
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -159,18 +124,14 @@ class Measures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """The loss against full recompute that a user accepts.
-
-    Args:
-        max_kl: limit of the mean first-token KL, nats.
-        max_nll: limit of the right answer's mean negative log-likelihood above full recompute's, nats.
+    """The loss against full recompute that a user accepts, in nats.
 
     Raises:
         ConfigError: a value is not a number of at least 0.
     """
 
-    max_kl: float = 0.05
-    max_nll: float = 0.05
+    max_kl: float = 0.05  # of the first token, in the mean
+    max_nll: float = 0.05  # of the right answer above full recompute's, in the mean
 
     def __post_init__(self) -> None:
         for name in ("max_kl", "max_nll"):
@@ -188,27 +149,17 @@ class Thresholds:
 class Calibration:
     """The setting that `cacheblend calibrate` chose for a model.
 
-    Args:
-        model: the model's fingerprint, which has the compute dtype in it.
-        prefix: `prefix_digest` of the prompts.
-        context: context of the chunks' KV: "default" (filler and document), "filler", "document", "head", or another
-            measured one.
-        selector: one of `SELECTORS`.
-        ratio: r*, the recompute ratio, 0..1.
-        measures: this setting's losses.
-        thresholds: limits of the choice. If no setting was within them, the one of least KL was chosen.
-
     Raises:
         ProfileError: a value is of another kind, the selector unknown, or the ratio outside 0..1.
     """
 
-    model: str
-    prefix: str
-    context: str
-    selector: str
-    ratio: float
-    measures: Measures
-    thresholds: Thresholds
+    model: str  # fingerprint, which has the compute dtype in it
+    prefix: str  # `prefix_digest` of the prompts
+    context: str  # of the chunks' KV: "default" (filler and document), "filler", "document", "head", or another measured one
+    selector: str  # one of `SELECTORS`
+    ratio: float  # r*, 0..1
+    measures: Measures  # this setting's
+    thresholds: Thresholds  # if no setting was within them, the one of least KL was chosen
 
     def __post_init__(self) -> None:
         is_good = {

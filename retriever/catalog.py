@@ -89,22 +89,16 @@ class CatalogedDocument:
 class IndexReport:
     """Findings of a check of every row.
 
-    Args:
-        documents: documents in the catalog.
-        chunks: chunks in the catalog.
-        damaged: ids of documents of which a row is missing or is not what was written. A repair removes them, so that
-            questions find the others; they must be ingested again.
-        strays: chunks of no document. A repair removes them.
-        broken: whether SQLite finds its own structure broken. A repair makes its lookup tables again.
-        repaired: whether a repair was asked for.
+    A document is damaged if one of its rows is missing or is not what was written. A repair removes it, so that questions find
+    the others; it must be ingested again.
     """
 
-    documents: int
+    documents: int  # in the catalog
     chunks: int
-    damaged: tuple[str, ...]
-    strays: int
-    broken: bool
-    repaired: bool
+    damaged: tuple[str, ...]  # ids
+    strays: int  # chunks of no document, which a repair removes
+    broken: bool  # SQLite finds its own structure broken; a repair makes its lookup tables again
+    repaired: bool  # a repair was asked for
 
     @property
     def ok(self) -> bool:

@@ -107,23 +107,14 @@ def content_hash(title: str, text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One piece of a document with its token ids, which are final: nobody tokenises it again.
-
-    Args:
-        document_id: the document it was cut from.
-        version: the version of that document.
-        position: its number within the document, from 0.
-        title: the document's title (part of `text` in chunk 0 only).
-        text: the piece of the document, without the separator.
-        token_ids: `text` and its trailing separator, tokenised once, by itself, without special tokens.
-    """
+    """One piece of a document with its token ids, which are final: nobody tokenises it again."""
 
     document_id: str
-    version: str
-    position: int
-    title: str
-    text: str
-    token_ids: tuple[int, ...]
+    version: str  # of the document
+    position: int  # its number within the document, from 0
+    title: str  # the document's, part of `text` in chunk 0 only
+    text: str  # without the separator
+    token_ids: tuple[int, ...]  # `text` and its trailing separator, tokenised once, by itself, without special tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +128,10 @@ class EmbeddedDocument:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlace:
-    """A chunk's place.
+    """A chunk's first and last line in the file, and the headings above it, the outermost first.
 
-    Args:
-        lines: its first and last line in the file, counted from 1; None where the text is not the file's own, or unknown.
-        headings: headings above the chunk, the outermost first, without the document's title and the chunk's own headings.
+    Lines count from 1, and are None where the text is not the file's own, or unknown. The document's title and the chunk's own
+    headings are not among the headings.
     """
 
     lines: tuple[int, int] | None = None
@@ -162,17 +152,12 @@ class ChunkPlace:
 class ScoredChunk:
     """A chunk found for a question.
 
-    Args:
-        chunk: the chunk.
-        distance: squared L2 distance of question and chunk; nearest is 0.
-        score: their cosine similarity, however the chunk was found, or the reranker's score; best is 1. NaN without a
-            search.
-        place: the chunk's place in its document.
+    The score is the cosine similarity of question and chunk, however the chunk was found, or the reranker's score; best is 1.
     """
 
     chunk: Chunk
-    distance: float
-    score: float = math.nan
+    distance: float  # squared L2 distance of question and chunk; nearest is 0
+    score: float = math.nan  # without a search
     place: ChunkPlace = field(default_factory=ChunkPlace)
 
 

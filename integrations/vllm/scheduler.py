@@ -32,18 +32,15 @@ LARGEST_SHARE = 0.75
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Places of a prompt's chunks.
+    """Places of a prompt's chunks, and the number of the document that each chunk is of.
 
-    Args:
-        chunks: (start, stop) token positions of each chunk, in order, without overlap.
-        documents: the number of the document that each chunk is of, where chunks of one document stand in its order; a chunk's
-            KV is then computed after the ones before it. Without numbers every chunk is a document of its own.
-        ratio: recompute ratio, 0..1; None for the connector's.
+    Where chunks of one document stand in its order, a chunk's KV is computed after the ones before it. Without numbers every
+    chunk is a document of its own.
     """
 
-    chunks: tuple[tuple[int, int], ...]
+    chunks: tuple[tuple[int, int], ...]  # (start, stop) token positions of each, in order, without overlap
     documents: tuple[int, ...]
-    ratio: float | None = None
+    ratio: float | None = None  # recompute ratio, 0..1; None for the connector's
 
     @classmethod
     def read(cls, params: Any, prompt_tokens: int) -> Marks:
