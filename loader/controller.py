@@ -108,7 +108,11 @@ class LoadingController:
             fresh: tokens without.
             exact: tokens of exact segments.
         """
-        full_s, request = self.full_s(reusable + fresh + exact), self._request(reads, reusable, fresh, exact)
+        tokens = reusable + fresh + exact
+        by_tier = {tier: tier_s * self._tiers[tier].factor for tier, tier_s in self._load.seconds(reads).items()}
+        copy_s = sum(tier_s for tier, tier_s in by_tier.items() if tier in self._copied_tiers)
+        lookahead = self.config.lookahead_layers(tokens * self.profile.layer_token_bytes)
+        full_s, request = self.full_s(tokens), _Request((reusable, fresh, exact), by_tier, copy_s, lookahead)
         ratio = self._hiding_ratio(request, full_s)
         blend = self._pipeline(request, ratio)
         # If loading is not hidden, the exact answer may cost as much more as a higher ratio.
@@ -118,8 +122,8 @@ class LoadingController:
         loaded_layers = sum(is_read for _, is_read in steps)
         return LoadingPlan(
             ratio=ratio,
-            load_s=sum(request.by_tier.values()) * loaded_layers,
-            load_s_by_tier={tier: tier_s * loaded_layers for tier, tier_s in request.by_tier.items()},
+            load_s=sum(by_tier.values()) * loaded_layers,
+            load_s_by_tier={tier: tier_s * loaded_layers for tier, tier_s in by_tier.items()},
             recompute_s=sum(step_s for step_s, _ in steps),
             prefill_s=full_s if full_recompute else blend.total_s,
             full_s=full_s,
@@ -152,13 +156,6 @@ class LoadingController:
             if moved:
                 factors = {"compute": self._compute.factor, **{tier: seen.factor for tier, seen in dict(self._tiers).items()}}
                 logger.info("predictions are corrected by %s", {name: round(factor, 3) for name, factor in factors.items()})
-
-    def _request(self, reads: Sequence[Read], reusable: int, fresh: int, exact: int) -> _Request:
-        """The inputs of a request's pipeline."""
-        by_tier = {tier: tier_s * self._tiers[tier].factor for tier, tier_s in self._load.seconds(reads).items()}
-        copy_s = sum(tier_s for tier, tier_s in by_tier.items() if tier in self._copied_tiers)
-        lookahead = self.config.lookahead_layers((reusable + fresh + exact) * self.profile.layer_token_bytes)
-        return _Request((reusable, fresh, exact), by_tier, copy_s, lookahead)
 
     def _hiding_ratio(self, request: _Request, full_s: float) -> float:
         """The largest ratio, from r* to the cap, at which the fusor waits for loading and TTFT is about that of r*."""

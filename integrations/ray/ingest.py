@@ -90,28 +90,23 @@ def ingest_on_ray(
         node = opened.enter_context(_cluster(settings))
         deliveries = opened.enter_context(closing(_deliveries(files, config, settings, versions, embedder, node)))
         for delivery in deliveries:
-            if (batch := _checked(delivery, report, config, settings, node)) is not None:
-                total += _commit(batch, documents, versions, done, report)
-                evicted += sum(key not in store for key in batch.distinct_keys) if delivery.node == node else 0
-                progress.documents, progress.tokens = total.documents, total.tokens
-                progress.note_batch()
+            report.faults.update(delivery.read.faults)
+            report.skipped.update(delivery.read.skipped)
+            if delivery.error:
+                raise CacheBlendError(f"an actor could not go on: {delivery.error}")
+            if (batch := delivery.batch) is None:  # files without documents
+                continue
+            is_here = delivery.node == node
+            if not is_here and config.store.remote is None:  # the engine would not find the KV
+                allowed = "a cluster of this machine, unless --remote names a tier that all machines share"
+                raise ConfigError("ray", settings.ray, allowed)
+            total += _commit(batch, documents, versions, done, report)
+            evicted += sum(key not in store for key in batch.distinct_keys) if is_here else 0
+            progress.documents, progress.tokens = total.documents, total.tokens
+            progress.note_batch()
     if not total.documents and not report.faults:
         raise InputError(f"no documents to ingest in {', '.join(sources)}")
     return replace(total, evicted=evicted, seconds=time.perf_counter() - started)
-
-
-def _checked(
-    delivery: Delivery, report: SourceReport, config: EngineConfig, settings: RayConfig, node: str
-) -> EncodedBatch | None:
-    """The batch of a delivery, whose KV is where the engine will find it; None for files without documents."""
-    report.faults.update(delivery.read.faults)
-    report.skipped.update(delivery.read.skipped)
-    if delivery.error:
-        raise CacheBlendError(f"an actor could not go on: {delivery.error}")
-    if delivery.batch is not None and delivery.node != node and config.store.remote is None:
-        allowed = "a cluster of this machine, unless --remote names a tier that all machines share"
-        raise ConfigError("ray", settings.ray, allowed)
-    return delivery.batch
 
 
 def _commit(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -110,13 +110,14 @@ class PromptMarker:
         return tuple(self._plain.ids(text))
 
 
-def windows(chunks: Sequence[Chunk], naming: ChunkNaming, max_positions: int | None) -> list[tuple[list[list[int]], list[int]]]:
+def windows(
+    chunks: Sequence[Chunk], naming: ChunkNaming, max_positions: int | None
+) -> Iterator[tuple[list[list[int]], list[int]]]:
     """A document's chunks that are read together, window by window, and the indexes of those to compute.
 
     Raises:
         PromptTooLongError: a window is longer, with what it stands after, than the model's positions.
     """
-    found: list[tuple[list[list[int]], list[int]]] = []
     before = len(naming.prefix_ids) + len(naming.context.filler_ids)
     for window in naming.context.windows(chunks):
         together = [list(chunk) for chunk in chunks[window.first : window.last]]
@@ -126,8 +127,7 @@ def windows(chunks: Sequence[Chunk], naming: ChunkNaming, max_positions: int | N
                 f"a chunk of {tokens} tokens, after instruction and filler, makes {before + tokens}, and the model "
                 f"has {max_positions} positions; lower chunk_tokens of the connector"
             )
-        found.append((together, list(range(window.new - window.first, len(together)))))
-    return found
+        yield together, list(range(window.new - window.first, len(together)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,8 +129,6 @@ class VllmRunner:
 
     def reduce(self, heads_sum_N: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks."""
-        if self.ranks == 1:
-            return heads_sum_N
         total_N: torch.Tensor = get_tp_group().all_reduce(heads_sum_N)
         return total_N
 
