@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from prompts import chunk, draw_ids
-from spy_loader import SEEDS, TOKENS, SpyLoader, elsewhere, key_of, prompts
+from spy_loader import SpyLoader, elsewhere, prompts
 from waiting import wait_until
 
 from cacheblend.base.errors import FusionCancelledError, StoreError
@@ -39,12 +39,19 @@ def open_entries(store: KVStore) -> int:
     return sum(str(link.resolve()).startswith(root) for link in Path("/proc/self/fd").glob("*"))
 
 
-def close_while_reading(
-    fusor: Fusor, loader: SpyLoader, gate: threading.Event, segments: list[Segment], patience_s: float, under_way: int = 1
-) -> bool:
-    """Close a loader whose first reads wait at the gate, and open that; whether the fusor ended before it, or in that time."""
-    cancelled = threading.Event()
-    loader.start(Prompt.of(segments), fusor.decoder.geometry, reuse_layer_0=True)
+@pytest.mark.parametrize(
+    ("kinds", "under_way", "wakes", "fetched"),
+    [(["nvme", "nvme"], 1, True, 1), (["memory", "memory"], 1, False, 2), (["nvme", "ram"], 2, False, 2)],
+)
+def test_closing_while_loading(
+    fusor: Fusor, stores: dict[str, KVStore], kinds: list[str], under_way: int, wakes: bool, fetched: int
+) -> None:
+    """Closing waits for a thread's read under way, and wakes a waiting fusor with FusionCancelledError.
+
+    What is in memory the fusor copies itself, no layer ahead; closed meanwhile, it ends that copy and is cancelled.
+    """
+    gate, cancelled = threading.Event(), threading.Event()
+    loader = SpyLoader(LoaderConfig(reads_in_flight=1), gate)
 
     def consume() -> None:
         with pytest.raises(FusionCancelledError):
@@ -52,46 +59,19 @@ def close_while_reading(
         cancelled.set()
 
     consumer, closer = threading.Thread(target=consume), threading.Thread(target=loader.close)
-    consumer.start()
-    wait_until(lambda: loader.fetched == [0] * under_way)
-    closer.start()
-    before = cancelled.wait(patience_s)
-    assert closer.is_alive()
-    gate.set()
-    consumer.join(60)
-    closer.join(60)
-    assert not consumer.is_alive()
-    assert not closer.is_alive()
+    with prompts(fusor, stores, kinds) as ((_, *segments), _):
+        loader.start(Prompt.of(segments), fusor.decoder.geometry, reuse_layer_0=True)
+        consumer.start()
+        wait_until(lambda: loader.fetched == [0] * under_way)
+        closer.start()
+        assert cancelled.wait(10 if wakes else 0.1) == wakes
+        assert closer.is_alive()
+        gate.set()
+        for thread in (consumer, closer):
+            thread.join(60)
+            assert not thread.is_alive()
     assert not THREADS.busy
-    return before
-
-
-def test_closing_waits_for_a_read(fusor: Fusor, stores: dict[str, KVStore]) -> None:
-    """Closing wakes a waiting fusor with FusionCancelledError, and returns when the read under way has ended."""
-    gate = threading.Event()
-    loader = SpyLoader(LoaderConfig(reads_in_flight=1), gate)
-    chunks = [chunk(fusor, TOKENS[seed], seed) for seed in SEEDS["nvme"]]
-    with stores["nvme"].pin(map(key_of, chunks)) as placements:
-        segments = [Segment(one.token_ids, kv) for one, kv in zip(chunks, placements, strict=True)]
-        assert close_while_reading(fusor, loader, gate, [*segments, Segment(draw_ids(3, seed=3))], 10)
-    assert loader.fetched == [0]
-
-
-def test_closing_waits_for_a_copy_of_the_fusor(fusor: Fusor) -> None:
-    """What is in memory the fusor copies itself, no layer ahead; closed meanwhile, it ends that copy and is cancelled."""
-    gate = threading.Event()
-    loader = SpyLoader(LoaderConfig(reads_in_flight=1), gate)
-    chunks = [chunk(fusor, 8, seed=1), chunk(fusor, 9, seed=2), Segment(draw_ids(3, seed=3))]
-    assert not close_while_reading(fusor, loader, gate, chunks, 0.1)
-    assert loader.fetched == [0, 0]
-
-
-def test_closing_while_a_thread_reads_and_the_fusor_copies(fusor: Fusor, stores: dict[str, KVStore]) -> None:
-    """Of a layer from both, closing waits for the read and the copy under way, and then the fusor is cancelled."""
-    gate = threading.Event()
-    loader = SpyLoader(LoaderConfig(reads_in_flight=1), gate)
-    with prompts(fusor, stores, ["nvme", "ram"]) as (spread, _):
-        assert not close_while_reading(fusor, loader, gate, spread, 0.1, under_way=2)
+    assert loader.fetched == [0] * fetched
 
 
 def test_closed_before_synchronize(fusor: Fusor) -> None:
