@@ -35,6 +35,16 @@ class FakeEmbedder:
         return vectors_ND / np.linalg.norm(vectors_ND, axis=1, keepdims=True)
 
 
+class BlindEmbedder(FakeEmbedder):
+    """Finds every text equally near, so that words alone decide, and notes the texts."""
+
+    texts: tuple[str, ...] = ()
+
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        self.texts = (*self.texts, *texts)
+        return np.full((len(texts), self.dimensions), self.dimensions**-0.5, dtype=np.float32)
+
+
 class FakeRemoteTier:
     """A `CacheTier` that keeps copies in a dict and says that they are far away: reading one waits for a device."""
 

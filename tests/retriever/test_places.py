@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
-from fakes import FakeEmbedder, tiny_tokenizer
+from fakes import BlindEmbedder, FakeEmbedder, tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from cacheblend.retriever import Document, Retriever, RetrieverConfig, Splitter
 from cacheblend.retriever.document import ChunkPlace, chunk_places, found_texts
@@ -96,19 +93,9 @@ def test_found_texts() -> None:
     assert next(found_texts("g.md", "Title", texts)) == texts[0]
 
 
-class ByWords(FakeEmbedder):
-    """Finds every text equally near, so that words alone decide, and notes the texts."""
-
-    texts = ()
-
-    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        self.texts = (*self.texts, *texts)
-        return np.full((len(texts), self.dimensions), self.dimensions**-0.5, dtype=np.float32)
-
-
 def test_a_chunk_is_found_by_its_heading(tmp_path: Path) -> None:
     """A question about travel abroad finds the later chunks of that section, which do not say so."""
-    embedder = ByWords("words")
+    embedder = BlindEmbedder("words")
     for _ in range(2):  # as added, and as read again
         config = RetrieverConfig(directory=tmp_path, chunk_tokens=24, search_rounds=1)
         with Retriever(config, tiny_tokenizer(), embedder) as retriever:

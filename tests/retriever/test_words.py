@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes import FakeEmbedder, tiny_tokenizer
+from fakes import BlindEmbedder, tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from cacheblend.retriever import Chunk, Retriever, RetrieverConfig, ScoredChunk, in_reading_order
 from cacheblend.retriever.index import MAX_WORDS, VectorIndex, fuse_rankings
-
-
-class BlindEmbedder(FakeEmbedder):
-    """Finds every text equally near, so that words alone decide."""
-
-    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        return np.full((len(texts), self.dimensions), self.dimensions**-0.5, dtype=np.float32)
-
 
 FILLER = [
     {"id": f"filler-{n}", "text": f"Page {n} has some remarks about the weather of this and that year."} for n in range(30)

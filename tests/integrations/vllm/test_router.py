@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from api import listening
@@ -202,14 +203,10 @@ def test_documents_are_stored_window_by_window(client: TestClient, routes: Blend
 
 def test_what_the_disk_is_behind_with_is_asked_for_again(client: TestClient, routes: BlendRoutes) -> None:
     """Chunks that the workers leave, since too much waits to be written, are computed by a later call, and counted once."""
-    answers = [[0, 2], [1, 1], [1, 0]]
-
-    async def call(*_: Any, **__: Any) -> list[list[int]]:
-        return [answers.pop(0)]
-
+    call = AsyncMock(side_effect=[[[0, 2]], [[1, 1]], [[1, 0]]])
     replace_engine(routes, call=call)
     answer = client.post(DOCUMENTS, json={"documents": DOCS[1:]})
-    assert (answer.json()["stored_chunks"], answers) == (2, [])
+    assert (answer.json()["stored_chunks"], call.await_count) == (2, 3)
 
 
 def test_a_document_that_is_too_long_is_refused_at_once(client: TestClient, routes: BlendRoutes, workers: Workers) -> None:

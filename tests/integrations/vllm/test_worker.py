@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -209,22 +210,14 @@ def test_a_chunk_that_one_rank_cannot_store_keeps_no_other_waiting(
 def test_a_step_computes_one_missed_chunk_on_every_rank(open_machine: OpenMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank that cannot store a missed chunk does not go on to the next one, which the others compute a step later."""
     machine = open_machine("a", ranks=2)
-
-    def put(*_: Any, **__: Any) -> None:
-        raise InputError("planted")
-
-    monkeypatch.setattr(machine.store, "put", put)
+    monkeypatch.setattr(machine.store, "put", Mock(side_effect=InputError("planted")))
     machine.worker.step([], [PromptChunk(chunk, machine.keys.key(chunk, ())) for chunk in CHUNKS], 100, is_idle=True)
     assert machine.worker.waiting_misses == 1
 
 
 def test_a_store_that_cannot_be_read_keeps_no_rank_waiting(open_machine: OpenMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that cannot look chunks up says that it has none, instead of saying nothing."""
-    machine = open_machine("a", ranks=2)
-
-    def broken(*_: Any, **__: Any) -> list[bool]:
-        raise StoreFullError("planted")
-
+    machine, broken = open_machine("a", ranks=2), Mock(side_effect=StoreFullError("planted"))
     monkeypatch.setattr(machine.store, "find", broken)
     assert machine.worker.precompute(CHUNKS, [0, 1], "") == (2, 0)
     assert machine.ranks.together[0] == 2

@@ -176,3 +176,8 @@ def first_logprobs(output: Any) -> torch.Tensor:
     """Log probabilities (V,) of the first generated token."""
     found = output.outputs[0].logprobs[0]
     return torch.tensor([found[token].logprob for token in range(VOCAB)])
+
+
+def apart(one: Any, other: Any) -> float:
+    """Largest difference of log probabilities of the first tokens of two answers."""
+    return float((first_logprobs(one) - first_logprobs(other)).abs().max())
