@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,15 @@ def _blend_what_is_no_gain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def served(make_model: MakeModel, open_served: OpenServed) -> Iterator[Served]:
+    """An engine that has stored the chunks' KV."""
     with open_served(make_model("llama")) as served:
+        served.precompute(CHUNKS)
         yield served
 
 
-def prompt(*order: int) -> tuple[list[int], list[list[int]]]:
+def prompt(*order: int, head: Sequence[int] = HEAD) -> tuple[list[int], list[list[int]]]:
     """The prompt over chunks in an order, and where they stand."""
-    tokens, spans = list(HEAD), list[list[int]]()
+    tokens, spans = list(head), list[list[int]]()
     for index in order:
         spans.append([len(tokens), len(tokens) + len(CHUNKS[index])])
         tokens += CHUNKS[index]
@@ -102,12 +104,11 @@ def test_bfloat16(name: str, make_model: MakeModel, open_served: OpenServed) -> 
     """In 16 bits an answer at ratio 1.0 is vLLM's own to the bit, after short openings and long ones, which are kept."""
     with open_served(make_model(name, torch.bfloat16), dtype="bfloat16") as served:
         served.precompute(CHUNKS)
-        tokens, spans = prompt(2, 0)
-        for opening in ([], HEAD):
-            ids, places = [*opening, *tokens], [[start + len(opening), stop + len(opening)] for start, stop in spans]
-            exact = served.ask(ids)
+        for head in (HEAD, HEAD * 2):
+            tokens, spans = prompt(2, 0, head=head)
+            exact = served.ask(tokens)
             served.llm.reset_prefix_cache()
-            whole = served.ask(ids, places, ratio=1.0)
+            whole = served.ask(tokens, spans, ratio=1.0)
             assert whole.kv_transfer_params["cacheblend"]["hits"] == 2
             assert torch.equal(first_logprobs(whole), first_logprobs(exact))
             assert whole.outputs[0].token_ids == exact.outputs[0].token_ids
@@ -130,7 +131,6 @@ def test_misses_are_computed_afterwards(make_model: MakeModel, open_served: Open
 
 def test_blended_blocks_are_found_again_by_the_same_marks_alone(served: Served) -> None:
     """The same marked prompt has its blended blocks in the prefix cache; other marks, or none, share exact ones alone."""
-    served.precompute(CHUNKS)
     tokens, spans = prompt(0, 1, 2)
     served.ask(tokens, spans)
     same = served.ask(tokens, spans)
@@ -146,11 +146,9 @@ def test_blended_blocks_are_found_again_by_the_same_marks_alone(served: Served) 
 
 def test_a_long_opening_is_computed_once(served: Served) -> None:
     """What many prompts begin with is computed for the first of them, and is exact in all; its blocks are vLLM's own."""
-    served.precompute(CHUNKS)
     opening = [*HEAD, *reversed(HEAD)]
     for order in ((0, 2), (2, 1, 0)):
-        tokens, spans = prompt(*order)
-        tokens, spans = [*opening, *tokens[len(HEAD) :]], [[start + len(HEAD), stop + len(HEAD)] for start, stop in spans]
+        tokens, spans = prompt(*order, head=opening)
         served.llm.reset_prefix_cache()
         exact = served.ask(tokens)
         blended = served.ask(tokens, spans)
@@ -245,7 +243,6 @@ def test_the_loading_controller_picks_the_ratio(make_model: MakeModel, open_serv
 
 def test_a_failed_blend_is_computed_by_vllm(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a blend raises, at whatever layer, the answer is vLLM's own, it says so, and neither page nor tensor stays."""
-    served.precompute(CHUNKS)
     tokens, spans = prompt(1, 0, 2)
     exact = served.ask(tokens)
     served.llm.reset_prefix_cache()
@@ -276,7 +273,6 @@ def test_a_damaged_entry_is_a_miss(make_model: MakeModel, open_served: OpenServe
 
 def test_other_requests_decode_between_the_layers(served: Served) -> None:
     """While a prompt is blended a layer a step, a running request gets its tokens, the same as alone."""
-    served.precompute(CHUNKS)
     tokens, spans = prompt(2, 1, 0)
     alone, blended = served.ask(tokens[:50], new_tokens=20), served.ask(tokens, spans)
     served.llm.reset_prefix_cache()
