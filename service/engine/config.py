@@ -102,8 +102,6 @@ class EngineConfig:
             raise ConfigError("model", self.model, "a model directory, GGUF file, hub id or known name")
         if not isinstance(self.store_dir, str | os.PathLike) or not os.fspath(self.store_dir):
             raise ConfigError("store_dir", self.store_dir, "name the folder that holds store and index")
-        if self.dtype not in DTYPES:
-            raise ConfigError("dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         try:
             device = self.resolve_device()
         except (RuntimeError, TypeError) as error:
@@ -113,7 +111,7 @@ class EngineConfig:
         gpus = torch.cuda.device_count()
         if device.type == "cuda" and (device.index or 0) >= gpus:
             raise ConfigError("device", self.device, f'not on this machine: torch finds {gpus} GPUs; use "auto" or "cpu"')
-        for name, allowed in (("kv_cache_dtype", CODECS), ("preset", PRESETS)):
+        for name, allowed in (("dtype", DTYPES), ("kv_cache_dtype", CODECS), ("preset", PRESETS)):
             if (value := getattr(self, name)) not in allowed:
                 raise ConfigError(name, value, f"one of {', '.join(allowed)}")
         if self.max_tokens is not None:
@@ -158,9 +156,8 @@ def remember_settings(config: EngineConfig) -> None:
         OSError: it cannot be written.
     """
     model = Path(config.model).expanduser()
-    values = {name: getattr(config, name, None) or getattr(config.retriever, name, None) for name in SETTINGS}
-    values |= {"model": str(model.resolve()) if model.exists() else config.model}
-    values |= {"context_document_tokens": config.context_document_tokens}  # 0 is a value
+    values = {name: getattr(config if hasattr(config, name) else config.retriever, name) for name in SETTINGS}
+    values["model"] = str(model.resolve()) if model.exists() else config.model
     with replacing(Path(config.store_dir) / SETTINGS_FILE) as file:
         file.write(json.dumps(values).encode())
 

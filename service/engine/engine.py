@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from cacheblend.base.errors import InputError
-from cacheblend.base.options import check_whole
 from cacheblend.base.threads import Check, Progress
 from cacheblend.blend import Fusor
 from cacheblend.loader import LoadingController
@@ -30,7 +29,7 @@ from .decoding import Piece
 from .documents import Documents
 from .ingest import BATCH_DOCUMENTS, DocumentEncoder, IngestReport, batches
 from .prefill import Prefiller, PrefillSteps, PrefixCache
-from .profiles import calibrated, find_calibration, find_controller
+from .profiles import calibrated, find_controller
 from .prompt import PromptChunk, PromptRenderer, check_characters
 from .request import Answer, Done, Foreground, Request, RequestOptions, namespace_of
 
@@ -66,7 +65,7 @@ class Engine:
         if tokenizer is None:
             raise InputError(f"the model at {config.model!r} has no tokenizer; save one beside it")
         self.prompts = PromptRenderer(tokenizer, config.instruction, max_positions=self.fusor.max_positions)
-        self.config = config = calibrated(config, find_calibration(config, self.fusor, self.prompts.prefix))
+        self.config = config = calibrated(config, self.fusor, self.prompts.prefix)
         self._fusion = replace(config.fusion, recompute_ratio=config.recompute_ratio)  # of a request that names no ratio
         self._encoder = encoder = ChunkEncoder.of(self.fusor, self.prompts.prefix, config)
         logger.info("opening the store %s", config.store_dir, extra={"stage": "opening the store"})
@@ -93,11 +92,6 @@ class Engine:
         """The ingested documents: list, show, pin, unpin and delete."""
         self._check_open()
         return self._documents
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """The methods that `answer` knows."""
-        return self._prefiller.methods
 
     @property
     def controller(self) -> LoadingController | None:
@@ -200,9 +194,6 @@ class Engine:
         check = check or (lambda: None)
         check()
         started, config, asked = time.perf_counter(), self.config, RequestOptions.read(options)
-        self._prefiller.check_method(asked.method)
-        if asked.max_tokens is not None:
-            check_whole("max_tokens", asked.max_tokens)
         max_tokens = config.max_tokens if asked.max_tokens is None else asked.max_tokens
         ratio = asked.recompute_ratio
         fusion = self._fusion if ratio is None else replace(self._fusion, recompute_ratio=ratio)
@@ -210,7 +201,7 @@ class Engine:
         layout = asked.layout or self.prompts.question(question)
         layout.check_length(max_tokens, self.fusor.max_positions)
         # 2. Find the chunks.
-        scored = self._retrieve(question, asked.num_chunks, asked.documents, check) if searches else []
+        scored = self._retrieve(question, asked, check) if searches else []
         check()
         retrieved, chunks = time.perf_counter(), [one.chunk for one in scored]
         # 3. Lay out the prompt.
@@ -284,16 +275,14 @@ class Engine:
             self.background.stop()  # its thread holds the store, which closes itself, and warns, when nobody does
             warnings.warn(f"the engine on {self.config.store_dir} was not closed; use `with`", ResourceWarning, stacklevel=2)
 
-    def _retrieve(
-        self, question: str, num_chunks: int, documents: Sequence[Mapping[str, object] | Chunk] | None, check: Check
-    ) -> list[ScoredChunk]:
-        if documents is None:
+    def _retrieve(self, question: str, asked: RequestOptions, check: Check) -> list[ScoredChunk]:
+        if asked.documents is None:
             with checked_between_batches(check):
-                return in_reading_order(self.retriever.search(question, num_chunks))
-        if not documents:
+                return in_reading_order(self.retriever.search(question, asked.num_chunks))
+        if not asked.documents:
             raise InputError("documents is empty; give at least one, or leave it out to search the ingested ones")
         positions, chunks = self.fusor.max_positions, list[ScoredChunk]()
-        brought = [given if isinstance(given, Chunk) else Document.of(given) for given in documents]
+        brought = [given if isinstance(given, Chunk) else Document.of(given) for given in asked.documents]
         check_characters(sum(len(given.text) for given in brought), positions)
         for given in brought:
             check()

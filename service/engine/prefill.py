@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from cacheblend.base.errors import ConfigError, DamagedEntryError, StoreError
+from cacheblend.base.errors import DamagedEntryError, StoreError
 from cacheblend.blend import (
     FusionResult,
     Fusor,
@@ -107,35 +107,14 @@ class Prefiller:
             row_multiply_adds=fusor.decoder.layer_parameters,
             device_type=fusor.decoder.device.type,
         )
-        self._methods: dict[str, Callable[[Request], PrefillSteps]] = {
-            "full_recompute": self._full_recompute,
-            "prefix_cache": self._prefix_cache,
-            "full_reuse": lambda request: self._blend(request, 0.0),
-            "blend": lambda request: self._blend(request, request.recompute_ratio),
-        }
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """Names of the methods."""
-        return tuple(self._methods)
-
-    def check_method(self, method: str) -> None:
-        """Refuse an unknown method.
-
-        Raises:
-            ConfigError: the method is not one of `methods`.
-        """
-        if not isinstance(method, str) or method not in self._methods:
-            raise ConfigError("method", method, f"one of {', '.join(self._methods)}")
 
     def steps(self, request: Request) -> PrefillSteps:
-        """Prefill a request, a layer a step; at the end its `prefill` is set. Closing it stops loading and releases the pins.
-
-        Raises:
-            ConfigError: an unknown method, or a ratio outside 0..1.
-        """
-        self.check_method(request.method)
-        return self._methods[request.method](request)
+        """Prefill a request, a layer a step; at the end its `prefill` is set. Closing stops loading and releases pins."""
+        if request.method == "full_recompute":
+            return self._full_recompute(request)
+        if request.method == "prefix_cache":
+            return self._prefix_cache(request)
+        return self._blend(request, 0.0 if request.method == "full_reuse" else request.recompute_ratio)
 
     def _full_recompute(self, request: Request) -> PrefillSteps:
         """Compute everything."""

@@ -7,7 +7,7 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby
 from typing import Any, TypeVar
 
 from jinja2.exceptions import TemplateError
@@ -23,7 +23,6 @@ AFTER_QUESTION = "\nAnswer:"
 MAX_NEW_TOKENS = 4096  # of an answer of a model that says nothing of its positions
 FIRST_READ = 8  # characters a position: where these are too many tokens, the rest is not read
 CHARACTERS_PER_TOKEN = 64  # no text that is worth a prompt has tokens of so many in the mean
-_Piece = tuple[str, tuple[int, ...]] | Chunk  # of a prompt: text and its token ids, or a chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,24 +242,22 @@ class PromptRenderer:
         else:
             around = ["", *("\n" for _ in messages[1:]), self._after_question]
         # 2. Each text and each chunk by itself, so that chunks begin and end where tokens do.
-        pieces: list[_Piece] = [("", () if self._has_template else self._bos)]
         template_ids = self._template_ids if self._has_template else self._ids
+        pieces = [_as_chunk("", () if self._has_template else self._bos)]
         for text, own in zip(around, [*parts, ()], strict=True):
-            pieces.append((text, template_ids(text)))
-            pieces += [part if isinstance(part, Chunk) else (part, self._ids(part)) for part in own]
+            pieces.append(_as_chunk(text, template_ids(text)))
+            pieces += [part if isinstance(part, Chunk) else _as_chunk(part, self._ids(part)) for part in own]
         # 3. What is before the first chunk and after the last, and between.
-        places = [place for place, piece in enumerate(pieces) if isinstance(piece, Chunk)]
+        places = [place for place, piece in enumerate(pieces) if piece.document_id]
+        first, last = places[0], places[-1] + 1
         chunks: list[Chunk] = []
-        texts = [[piece for piece in run if not isinstance(piece, Chunk)] for run in _runs(pieces, places)]
-        for place, between in zip(places, texts[1:], strict=True):
-            piece = pieces[place]
-            assert isinstance(piece, Chunk)
-            chunks.append(piece)
-            ids = tuple(token for _, part in between for token in part)
-            if ids and place != places[-1]:
-                chunks.append(Chunk("", "", 0, "", "".join(text for text, _ in between), ids))
-        prefix, suffix = (tuple(token for _, part in run for token in part) for run in (texts[0], texts[-1]))
-        return PromptTokens(prefix, suffix), chunks
+        for is_chunk, group in groupby(pieces[first:last], key=lambda piece: bool(piece.document_id)):
+            run = list(group)
+            if is_chunk:
+                chunks += run
+            elif ids := _token_ids(run):
+                chunks.append(_as_chunk("".join(piece.text for piece in run), ids))
+        return PromptTokens(_token_ids(pieces[:first]), _token_ids(pieces[last:])), chunks
 
     def completion(self, text: str) -> PromptTokens:
         """The prompt of a text to continue: BOS, chunks, text.
@@ -274,9 +271,9 @@ class PromptRenderer:
             raise InputError("prompt is empty; give some text to continue")
         return PromptTokens(self._bos, self._ids(text))
 
-    def text_ids(self, text: str, *, with_bos: bool) -> tuple[int, ...]:
+    def text_ids(self, text: str) -> list[int]:
         """Token ids of a text of any length; special tokens in it stay plain text."""
-        return (*(self._bos if with_bos else ()), *self._plain.ids(text))
+        return self._plain.ids(text)
 
     def answer_ids(self, answer: str) -> tuple[int, ...]:
         """Token ids of an answer as it follows a question: after a space in a plain text, as it is after a chat template."""
@@ -376,10 +373,13 @@ class PromptRenderer:
         return tuple(int(token) for token in self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _runs(pieces: Sequence[_Piece], places: Sequence[int]) -> list[Sequence[_Piece]]:
-    """The text before the first place, between every two, and after the last."""
-    borders = [-1, *places, len(pieces)]
-    return [pieces[first + 1 : last] for first, last in pairwise(borders)]
+def _as_chunk(text: str, token_ids: tuple[int, ...]) -> Chunk:
+    """A text around or between chunks, which no document has."""
+    return Chunk("", "", 0, "", text, token_ids)
+
+
+def _token_ids(pieces: Iterable[Chunk]) -> tuple[int, ...]:
+    return tuple(token for piece in pieces for token in piece.token_ids)
 
 
 def question_place(messages: Sequence[Message]) -> int:

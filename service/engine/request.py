@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cacheblend.base.errors import ConfigError
+from cacheblend.base.options import check_whole
 from cacheblend.blend import FusionResult, SequenceKV
 from cacheblend.loader import LoadingPlan
 from cacheblend.retriever import Chunk, ScoredChunk
@@ -27,6 +28,8 @@ from .prompt import PromptTokens
 if TYPE_CHECKING:
     from .engine import Engine
     from .prefill import Prefill
+
+METHODS = ("full_recompute", "prefix_cache", "full_reuse", "blend")
 
 
 def namespace_of(cache_salt: str) -> str:
@@ -44,7 +47,7 @@ class RequestOptions(Sampling):
     Args:
         num_chunks: chunks to retrieve, or as many as there are; the nearest one's document stands first, its chunks in its own
             order.
-        method: "blend", "full_recompute", "prefix_cache" or "full_reuse"; all run the very same token ids.
+        method: one of `METHODS`; all run the very same token ids.
         documents: bring your own retriever: these are split and used in full, and nothing is searched. A `Chunk` of the
             engine's retriever is used as it is.
         recompute_ratio: for "blend", 0..1; None leaves it to the config, or else to the loading controller.
@@ -73,12 +76,17 @@ class RequestOptions(Sampling):
         """The options of a call.
 
         Raises:
-            ConfigError: there is no such option, or a number is outside its range.
+            ConfigError: there is no such option or method, or a number is outside its range.
         """
         known = [field.name for field in dataclasses.fields(cls)]
         if unknown := sorted(options.keys() - set(known)):
             raise ConfigError("option", unknown[0], f"a request has {', '.join(known)}")
-        return cls(**options)
+        asked = cls(**options)
+        if asked.method not in METHODS:
+            raise ConfigError("method", asked.method, f"one of {', '.join(METHODS)}")
+        if asked.max_tokens is not None:
+            check_whole("max_tokens", asked.max_tokens)
+        return asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ from cacheblend.base.threads import Check
 from cacheblend.retriever import checked_between_batches
 from cacheblend.service.engine.config import read_examples
 from cacheblend.service.engine.engine import Engine
+from cacheblend.service.engine.request import METHODS
 
 from . import chat, documents
 from .config import LOOPBACK
@@ -126,7 +127,7 @@ async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
         with checked_between_batches(check):
             vectors_ND = np.asarray(embedder.encode(texts), dtype="<f4")
         check()
-        tokens = sum(len(engine.prompts.text_ids(text, with_bos=False)) for text in texts)
+        tokens = sum(len(engine.prompts.text_ids(text)) for text in texts)
         as_base64 = body.encoding_format == "base64"
         rows = [base64.b64encode(row_D).decode() for row_D in vectors_ND] if as_base64 else vectors_ND.tolist()
         data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
@@ -185,7 +186,7 @@ def _model(server: Server) -> dict[str, Any]:
         "created": server.started,
         "owned_by": "cacheblend",
         "max_model_len": engine.fusor.max_positions,
-        "methods": list(engine.methods),
+        "methods": list(METHODS),
     }
 
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from cacheblend.blend import ExplicitPositions, FusionConfig, Segment
+from cacheblend.blend import ExplicitPositions, FusionConfig, FusionResult, Segment
 from cacheblend.blend.precompute import DOCUMENT_TOKENS
 from cacheblend.service import AnswerPlan, Engine
 from cacheblend.service.engine.chunk_context import chunk_context
@@ -60,11 +60,11 @@ def serve(
     return client
 
 
-def replay(engine: Engine, plan: AnswerPlan, tokens: int) -> list[int]:
-    """The greedy tokens of a plan, run alone from freshly computed KV."""
+def replay_prompt(engine: Engine, plan: AnswerPlan) -> FusionResult:
+    """The prompt of a plan, run alone from freshly computed KV."""
     fusor = engine.fusor
     if plan.method == "full_recompute":
-        return fusor.generate(fusor.prefill([token for segment in plan.segments for token in segment.token_ids]), tokens)
+        return fusor.prefill([token for segment in plan.segments for token in segment.token_ids])
     head = PromptRenderer(fusor.tokenizer, INSTRUCTION).prefix
     context = chunk_context(fusor, "auto", DOCUMENT_TOKENS)
     segments = list[Segment]()
@@ -78,5 +78,9 @@ def replay(engine: Engine, plan: AnswerPlan, tokens: int) -> list[int]:
             case _:
                 (kv,) = fusor.precompute_document([*earlier, token_ids], head, [len(earlier)], context)
                 segments.append(Segment(token_ids, kv))
-    fused = fusor.fuse(segments, FusionConfig(selector=ExplicitPositions(plan.recomputed)))
-    return fusor.generate(fused, tokens)
+    return fusor.fuse(segments, FusionConfig(selector=ExplicitPositions(plan.recomputed)))
+
+
+def replay(engine: Engine, plan: AnswerPlan, tokens: int) -> list[int]:
+    """The greedy tokens of a plan; see `replay_prompt`."""
+    return engine.fusor.generate(replay_prompt(engine, plan), tokens)

@@ -14,6 +14,7 @@ from waiting import wait_until
 from cacheblend.base.errors import CacheBlendError, InputError, RetrieverError, StoreDirectoryError, StoreError
 from cacheblend.blend import Fusor
 from cacheblend.service import Engine, EngineConfig
+from cacheblend.service.engine.request import METHODS
 
 
 def precomputes() -> list[threading.Thread]:
@@ -166,7 +167,7 @@ def test_the_named_model_is_loaded(model_dir: Path, fusor: Fusor, tmp_path: Path
 def test_ingest_and_answer_are_quiet(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is logged where nothing is wrong."""
     with caplog.at_level(logging.INFO):
-        for method in engine.methods:
+        for method in METHODS:
             engine.answer(QUESTION, num_chunks=TOP_K, method=method)
         engine.drain()
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
