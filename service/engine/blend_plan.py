@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cacheblend.loader import LoadingController, LoadingPlan, WorkEstimator
-    from cacheblend.loader.estimators import Read
     from cacheblend.store import KVHandle
 
     from .prompt import PromptChunk, PromptTokens
@@ -75,32 +74,6 @@ class Found:
     chunks: Sequence[KVHandle | None]
 
 
-@dataclass(frozen=True, slots=True)
-class BlendCounts:
-    """A prompt's tokens by what a blend does with them.
-
-    Args:
-        reads: tier and bytes of each read of one layer.
-        reusable: tokens with stored KV, which the ratio counts.
-        fresh: tokens without.
-        exact: tokens of the exact prefix.
-    """
-
-    reads: tuple[Read, ...]
-    reusable: int
-    fresh: int
-    exact: int
-
-    @classmethod
-    def of(cls, prompt: PromptTokens, found: Found, layers: int) -> BlendCounts:
-        """Count a prompt's tokens; the reads are those of the last of the model's layers."""
-        stored = [kv for kv in found.chunks if kv is not None]
-        reusable = sum(len(kv.token_ids) for kv in stored)
-        exact = 0 if found.prefix is None else len(found.prefix.token_ids)
-        reads = tuple((kv.tier, kv.layer_bytes(layers - 1)) for kv in stored)
-        return cls(reads, reusable, len(prompt) - reusable - exact, exact)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlendPolicy:
     """How the recompute ratio of a blend is chosen.
@@ -119,16 +92,19 @@ class BlendPolicy:
     controller: LoadingController | None = None
     work: WorkEstimator | None = None
 
-    def choose(self, counts: BlendCounts) -> tuple[float, bool, LoadingPlan | None]:
+    def choose(self, prompt: PromptTokens, found: Found) -> tuple[float, bool, LoadingPlan | None]:
         """The ratio, whether full recompute is as fast, and the controller's prediction where it was asked."""
         if self.ratio is not None:
             return self.ratio, False, None
+        stored = [kv for kv in found.chunks if kv is not None]
+        reusable = sum(len(kv.token_ids) for kv in stored)
+        exact = 0 if found.prefix is None else len(found.prefix.token_ids)
+        fresh = len(prompt) - reusable - exact
         if self.controller is not None:
-            loading = self.controller.plan(
-                reads=list(counts.reads), reusable=counts.reusable, fresh=counts.fresh, exact=counts.exact
-            )
+            reads = [(kv.tier, kv.layer_bytes(self.layers - 1)) for kv in stored]
+            loading = self.controller.plan(reads=reads, reusable=reusable, fresh=fresh, exact=exact)
             return loading.ratio, loading.full_recompute, loading
-        full = self.work is not None and self.work.is_short(self.quality_ratio, counts.reusable, counts.fresh, counts.exact)
+        full = self.work is not None and self.work.is_short(self.quality_ratio, reusable, fresh, exact)
         return self.quality_ratio, full, None
 
 
@@ -167,7 +143,7 @@ def plan_blend(prompt: PromptTokens, found: Found, policy: BlendPolicy) -> Blend
         policy: how the ratio is chosen.
     """
     # 1. The ratio, and whether full recompute is predicted to be as fast.
-    ratio, full, predicted = policy.choose(BlendCounts.of(prompt, found, policy.layers))
+    ratio, full, predicted = policy.choose(prompt, found)
     # 2. The segments: the exact prefix, the chunks with their KV, and what stands before, between and after them.
     prefix = None if full else found.prefix
     exact = 0 if prefix is None else len(prefix.token_ids)

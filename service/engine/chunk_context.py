@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -171,10 +171,6 @@ class ChunkContexts:
         self._lock = Lock()
         self._known: OrderedDict[tuple[str, str], dict[int, Earlier]] = OrderedDict()
 
-    def of_document(self, chunks: Sequence[Sequence[int]]) -> list[Earlier]:
-        """The earlier chunks that each chunk of a document is computed after."""
-        return [tuple(map(tuple, earlier)) for earlier in self._context.earlier(chunks)]
-
     def of_prompt(self, chunks: Sequence[Chunk]) -> tuple[Earlier, ...]:
         """The earlier chunks that each chunk of a prompt is computed after.
 
@@ -197,13 +193,15 @@ class ChunkContexts:
             chunks = []
         ingested = {chunk.position: chunk.token_ids for chunk in chunks}
         if any(ingested.get(chunk.position) != chunk.token_ids for chunk in given):
-            by_place = sorted({chunk.position: chunk for chunk in given}.items())
-            return dict(
-                zip((place for place, _ in by_place), self.of_document([c.token_ids for _, c in by_place]), strict=True)
-            )
-        found = dict(zip(ingested, self.of_document(list(ingested.values())), strict=True))
+            return self._earlier(dict(sorted({chunk.position: chunk.token_ids for chunk in given}.items())))
+        found = self._earlier(ingested)
         with self._lock:
             self._known[document] = found
             while len(self._known) > REMEMBERED_DOCUMENTS:
                 self._known.popitem(last=False)
         return found
+
+    def _earlier(self, chunks: Mapping[int, Sequence[int]]) -> dict[int, Earlier]:
+        """The earlier chunks that each chunk of a document, by its position and in their order, is computed after."""
+        earlier = self._context.earlier(list(chunks.values()))
+        return {position: tuple(map(tuple, before)) for position, before in zip(chunks, earlier, strict=True)}

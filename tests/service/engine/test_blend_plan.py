@@ -9,7 +9,6 @@ import pytest
 
 from cacheblend.loader import LoadingPlan
 from cacheblend.service.engine.blend_plan import (
-    BlendCounts,
     BlendPolicy,
     BlendSegment,
     Found,
@@ -157,7 +156,6 @@ def test_what_the_controller_is_asked() -> None:
     found = found_of(ONE, TWO, prefix=HELD)
     plan_blend(PROMPT, found, policy_of(controller=controller))
     assert controller.asked == [{"reads": [("nvme", 23), ("nvme", 33)], "reusable": 5, "fresh": 3, "exact": 3}]
-    assert BlendCounts.of(PROMPT, found, 4) == BlendCounts((("nvme", 23), ("nvme", 33)), 5, 3, 3)
 
 
 def test_a_prefix_that_reaches_into_the_suffix() -> None:
