@@ -252,7 +252,9 @@ def test_sampling(engine: Engine) -> None:
     assert drawn == [sample(seed, temperature=2.0) for seed in range(4)]
     assert len({tuple(tokens) for tokens in drawn}) > 1
     assert all(sample(seed, temperature=0.0) == greedy for seed in range(2))
-    assert all(sample(seed, temperature=2.0, top_p=1e-6) == greedy for seed in range(2))
+    assert all(
+        sample(seed, temperature=2.0, top_p=1e-6) == sample(seed, temperature=2.0, top_k=1) == greedy for seed in range(2)
+    )
 
 
 def test_stops_at_the_end_token(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

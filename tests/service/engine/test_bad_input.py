@@ -5,7 +5,7 @@ import torch
 from engines import DOCUMENTS, POSITIONS, QUESTION, TOP_K, OpenEngine
 from fakes import FakeEmbedder
 
-from cacheblend.base.errors import CacheBlendError, ConfigError, InputError, PromptTooLongError, StoreDirectoryError
+from cacheblend.base.errors import CacheBlendError, ConfigError, InputError, PromptTooLongError
 from cacheblend.base.options import from_options
 from cacheblend.blend import Fusor
 from cacheblend.service import Engine, EngineConfig
@@ -75,12 +75,6 @@ def test_an_answer_is_as_long_as_fits(open_ingested: OpenEngine) -> None:
     assert prepared.prompt.check_length(None, None) == MAX_NEW_TOKENS
 
 
-def test_top_k_of_sampling(engine: Engine) -> None:
-    """Sampling from the one most likely token is greedy, at any temperature."""
-    greedy = engine.answer(QUESTION, num_chunks=TOP_K)
-    assert engine.answer(QUESTION, num_chunks=TOP_K, temperature=2.0, top_k=1).token_ids == greedy.token_ids
-
-
 def test_nothing_ingested(open_engine: OpenEngine) -> None:
     """A question to an empty index says what to do."""
     with pytest.raises(InputError, match="ingest some first"):
@@ -145,30 +139,6 @@ def test_store_is_a_file(open_engine: OpenEngine, tmp_path: Path) -> None:
     with pytest.raises(CacheBlendError, match=str(file)):
         open_engine(store_dir=file)
     assert file.read_text() == "precious"
-
-
-def test_store_is_something_else(open_engine: OpenEngine, tmp_path: Path) -> None:
-    """A folder whose `kv` holds something else is refused, with what it holds."""
-    (tmp_path / "other" / "kv").mkdir(parents=True)
-    (tmp_path / "other" / "kv" / "thesis.tex").write_text("precious")
-    with pytest.raises(StoreDirectoryError, match=r"is not a store: it holds thesis\.tex"):
-        open_engine(store_dir=tmp_path / "other")
-
-
-def test_store_is_read_only(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store directory that cannot be written is refused; simulated, since a superuser may write anywhere."""
-    monkeypatch.setattr("os.access", lambda *_, **__: False)
-    with pytest.raises(StoreDirectoryError, match="Permission denied"):
-        open_engine()
-
-
-def test_store_of_another_format(open_engine: OpenEngine, tmp_path: Path) -> None:
-    """A store of another format is refused with both formats."""
-    open_engine().close()
-    marker = tmp_path / "store" / "kv" / "store.json"
-    marker.write_text(marker.read_text().replace("1", "99"))
-    with pytest.raises(StoreDirectoryError, match="99"):
-        open_engine()
 
 
 def test_kv_of_another_dtype_is_not_found(open_ingested: OpenEngine, model_dir: Path) -> None:

@@ -55,10 +55,14 @@ class TestDocuments:
     """Documents that are replaced, deleted, and missed."""
 
     def test_a_change_is_computed_as_far_as_it_reaches(self, open_engine: OpenEngine) -> None:
-        """Of a replaced document, chunks that changed or stand after the change in a window are computed, the old ones go."""
+        """Of a replaced document, chunks that changed or stand after the change in a window are computed, the old ones go.
+
+        A chunk whose own text stays has the KV after the new text.
+        """
         engine = open_engine(context_document_tokens=WINDOW)
         engine.ingest([LONG, *DOCUMENTS])
-        old = window_keys(engine, engine.retriever.chunks("long"))
+        chunks = engine.retriever.chunks("long")
+        old = window_keys(engine, chunks)
         others = stored(engine) - set(old)
         words = [*WORDS[:120], "class" if WORDS[120] != "class" else "while", *WORDS[121:]]
         report = engine.ingest([{**LONG, "text": " ".join(words)}])
@@ -68,21 +72,13 @@ class TestDocuments:
         assert 0 < reached[0] < reached[-1] < len(old) - 1
         assert (report.computed, report.dropped, report.replaced) == (len(reached), len(reached), 1)
         assert stored(engine) == others | set(new)
-
-    def test_what_is_computed_again_is_of_the_new_text(self, open_engine: OpenEngine) -> None:
-        """A chunk whose own text stays has other KV where the text before it changed: that after the new text."""
-        engine = open_engine()
-        engine.ingest([LONG])
-        words = ["class" if WORDS[0] != "class" else "while", *WORDS[1:]]
-        old = engine.retriever.chunks("long")
-        engine.ingest([{**LONG, "text": " ".join(words)}])
-        chunks = engine.retriever.chunks("long")
-        assert (chunks[0].token_ids == old[0].token_ids, chunks[1].token_ids == old[1].token_ids) == (False, True)
-        kv = engine.store.get(key_of(engine, chunks[1]))
-        assert kv is not None
-        both = [chunk.token_ids for chunk in chunks[:2]]
-        (alone,) = engine.fusor.precompute_document(both, head_of(engine), [1], ChunkContext())
-        assert_same_kv(kv, alone)
+        at, ids = reached[-1], [chunk.token_ids for chunk in engine.retriever.chunks("long")]
+        assert ids[at] == chunks[at].token_ids
+        earlier = ChunkContext(document_tokens=WINDOW).earlier(ids)[at]
+        (kv,) = engine.fusor.precompute_document([*earlier, ids[at]], head_of(engine), [len(earlier)], ChunkContext())
+        found = engine.store.get(new[at])
+        assert found is not None
+        assert_same_kv(found, kv)
 
     def test_a_deleted_document_leaves_nothing(self, open_engine: OpenEngine) -> None:
         """All entries of a deleted document go, but for the same chunks in the same context of another one."""

@@ -42,6 +42,8 @@ def test_closing(open_ingested: OpenEngine, tmp_path: Path) -> None:
             engine.answer(QUESTION, **request)
     with pytest.raises(CacheBlendError, match="closed"):
         engine.ingest(DOCUMENTS)
+    with pytest.raises(StoreError, match="closed"):
+        engine.drain()
 
 
 def test_closing_with_misses_left(engine: Engine) -> None:
@@ -171,10 +173,3 @@ def test_ingest_and_answer_are_quiet(engine: Engine, caplog: pytest.LogCaptureFi
             engine.answer(QUESTION, num_chunks=TOP_K, method=method)
         engine.drain()
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-def test_store_errors_are_store_errors(engine: Engine) -> None:
-    """Draining a closed engine is an error of the tree."""
-    engine.close()
-    with pytest.raises(StoreError, match="closed"):
-        engine.drain()

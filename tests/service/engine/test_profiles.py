@@ -23,6 +23,7 @@ from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.prompt import PromptRenderer
 
 QUALITY_RATIO = LoaderConfig().quality_ratio
+DEFAULTS = (DEFAULT_RATIO, DEFAULT_SELECTOR)
 
 
 def profile_of(engine: Engine, **speeds: float) -> Profile:
@@ -208,16 +209,12 @@ def test_short_prompts_are_computed_in_full(open_ingested: OpenEngine) -> None:
 
 
 @pytest.mark.usefixtures("always_worth_blending")
-def test_r_star_and_selector(calibrated_engine: OpenEngine) -> None:
-    """Without a profile, ratio and selector of the calibration are served."""
-    engine = calibrated_engine()
-    assert taken(engine) == (0.4, "gradual")
-    assert blended(engine) == 0.4
-
-
-def test_without_one(open_engine: OpenEngine) -> None:
-    """Without a calibration the defaults hold."""
-    assert taken(open_engine(recompute_ratio=None)) == (LoaderConfig().quality_ratio, DEFAULT_SELECTOR)
+@pytest.mark.parametrize("ratio", [0.4, 0.0])
+def test_r_star_and_selector(calibrated_engine: OpenEngine, calibration: Calibration, ratio: float) -> None:
+    """Without a profile, ratio and selector of the calibration are served; 0 is full reuse."""
+    engine = calibrated_engine(replace(calibration, ratio=ratio))
+    assert taken(engine) == (ratio, "gradual")
+    assert blended(engine) == ratio
 
 
 def test_the_controller_takes_it(calibrated_engine: OpenEngine) -> None:
@@ -248,25 +245,13 @@ def test_explicit_settings_win(
     assert blended(engine, recompute_ratio=0.6) == 0.6
 
 
-@pytest.mark.usefixtures("always_worth_blending")
-def test_ratio_0(calibrated_engine: OpenEngine, calibration: Calibration) -> None:
-    """A calibrated ratio of 0 is full reuse."""
-    assert blended(calibrated_engine(replace(calibration, ratio=0.0))) == 0.0
-
-
 def test_of_another_model(calibrated_engine: OpenEngine, calibration: Calibration, caplog: pytest.LogCaptureFixture) -> None:
     """Another model's or prefix's calibration is none of this engine's, silently; its name on this one's file is told."""
     for field in ("model", "prefix"):
-        assert taken(calibrated_engine(replace(calibration, **{field: "f" * 64}))) == (
-            DEFAULT_RATIO,
-            DEFAULT_SELECTOR,
-        )
+        assert taken(calibrated_engine(replace(calibration, **{field: "f" * 64}))) == DEFAULTS
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     same_name = calibration.model[:16] + "f" * 48
-    assert taken(calibrated_engine(replace(calibration, model=same_name))) == (
-        DEFAULT_RATIO,
-        DEFAULT_SELECTOR,
-    )
+    assert taken(calibrated_engine(replace(calibration, model=same_name))) == DEFAULTS
     assert "another model" in caplog.text
 
 
@@ -274,7 +259,7 @@ def test_damaged(calibrated_engine: OpenEngine, open_engine: OpenEngine, caplog:
     """A damaged calibration is left with a warning that names the remedy, and the engine starts."""
     (path,) = calibrated_engine().config.profile_dir.glob("*.calibration.json")
     path.write_text("{")
-    assert taken(open_engine(recompute_ratio=None)) == (DEFAULT_RATIO, DEFAULT_SELECTOR)
+    assert taken(open_engine(recompute_ratio=None)) == DEFAULTS
     assert "cacheblend calibrate" in caplog.text
 
 

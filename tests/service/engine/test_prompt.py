@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,12 +32,6 @@ def tokenizer(template: str | None = None, **special: str) -> PreTrainedTokenize
     copy = PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer().backend_tokenizer, **special)
     copy.chat_template = template
     return copy
-
-
-def chat_tokenizer(template: str | None) -> Any:
-    made = copy.deepcopy(tiny_tokenizer())
-    made.chat_template = template
-    return made
 
 
 def split(documents: list[dict[str, object]], chunk_tokens: int = 12) -> list[Chunk]:
@@ -88,19 +80,6 @@ def test_chunks_keep_their_ids(renderer: PromptRenderer) -> None:
         prompt = over(renderer.question(QUESTION), order)
         assert prompt.chunk_ids == tuple(chunk.token_ids for chunk in order)
         assert prompt.token_ids == (*prompt.prefix, *(token for chunk in order for token in chunk.token_ids), *prompt.suffix)
-
-
-@pytest.mark.parametrize("template", [None, TEMPLATE])
-def test_special_tokens_in_texts_stay_text(template: str | None) -> None:
-    """The text of special tokens in an instruction, a document or a question is text, and reads as it was."""
-    plain = PromptRenderer(tokenizer(template), "Read this: ")
-    loaded = PromptRenderer(tokenizer(template), "Read </s> this: ")
-    prompt = over(loaded.question("what is <s> or </s>?"), split([{"text": "a </s> and <s> b"}]))
-    specials = [token for token in plain.question("what?").token_ids if token in (BOS, EOS)]
-    assert [token for token in prompt.token_ids if token in (BOS, EOS)] == specials
-    assert [token for token in loaded.prefix if token in (BOS, EOS)] == [token for token in plain.prefix if token in (BOS, EOS)]
-    for text in ("Read </s> this: ", "a </s> and <s> b", "what is <s> or </s>?"):
-        assert text in tokenizer().decode(prompt.token_ids)
 
 
 @pytest.mark.parametrize(
@@ -167,22 +146,17 @@ def test_engine_with_template(fusor: Fusor, open_engine: OpenEngine) -> None:
     assert blend.token_ids == full.token_ids
 
 
-def test_template_files(model_dir: Path) -> None:
-    """The tokenizer of a model directory has no template unless the directory brings one."""
-    assert PreTrainedTokenizerFast.from_pretrained(model_dir).chat_template is None
-
-
 @pytest.mark.parametrize("template", [None, CHAT_TEMPLATE], ids=["plain", "template"])
 def test_one_question(template: str | None) -> None:
     """A chat of one question over chunks has the prompt of the engine's own questions."""
-    made = chat_tokenizer(template)
+    made = tokenizer(template)
     layout = PromptRenderer(made, CHAT_INSTRUCTION).chat([Message("user", " What? ")], with_chunks=True)
     assert layout == PromptRenderer(made, CHAT_INSTRUCTION).question("What?")
 
 
 def test_turns() -> None:
     """The template's words stand around every turn, chunks before the last question, and special tokens of turns stay text."""
-    made = chat_tokenizer(CHAT_TEMPLATE)
+    made = tokenizer(CHAT_TEMPLATE)
     turns = [
         Message("system", "Be brief."),
         Message("user", "Hi </s>"),
@@ -197,8 +171,8 @@ def test_turns() -> None:
 
 def test_without_chunks() -> None:
     """Without chunks there is neither instruction nor the word before a question."""
-    layout = PromptRenderer(chat_tokenizer(CHAT_TEMPLATE), CHAT_INSTRUCTION).chat([Message("user", "What?")], with_chunks=False)
-    assert chat_tokenizer(None).decode(layout.token_ids) == "<s>user: What?</s><s>assistant: "
+    layout = PromptRenderer(tokenizer(CHAT_TEMPLATE), CHAT_INSTRUCTION).chat([Message("user", "What?")], with_chunks=False)
+    assert tokenizer().decode(layout.token_ids) == "<s>user: What?</s><s>assistant: "
 
 
 @pytest.mark.parametrize(
@@ -214,12 +188,12 @@ def test_without_chunks() -> None:
 def test_turns_that_cannot_be_taken(template: str | None, turns: list[Message], named: str) -> None:
     """Turns that the model's template drops, or a chat without a question, are refused."""
     with pytest.raises(InputError, match=named):
-        PromptRenderer(chat_tokenizer(template), CHAT_INSTRUCTION).chat(turns, with_chunks=True)
+        PromptRenderer(tokenizer(template), CHAT_INSTRUCTION).chat(turns, with_chunks=True)
 
 
 def test_completion() -> None:
     """A text to continue stands after BOS and the place of the chunks, as it is."""
-    made = chat_tokenizer(CHAT_TEMPLATE)
+    made = tokenizer(CHAT_TEMPLATE)
     prompt = PromptRenderer(made, CHAT_INSTRUCTION).completion("Once </s> upon")
     assert prompt.prefix == (made.bos_token_id,)
     assert made.decode(prompt.suffix) == "Once </s> upon"
