@@ -40,7 +40,7 @@ class Engine:
     """Ingests documents and answers questions over them. Thread-safe; a context manager.
 
     Args:
-        config: model, directory, settings; what it leaves open the store's calibration settles, see `calibrated`.
+        config: model, directory, settings; what it leaves open its preset and the store's calibration settle, see `calibrated`.
         fusor: in place of the model that the config names.
         embedder: in place of the embedder that the config names.
         foreground: of another engine, where both share `fusor`: the background work of both gives way to the requests of both.
@@ -65,8 +65,8 @@ class Engine:
         if tokenizer is None:
             raise InputError(f"the model at {config.model!r} has no tokenizer; save one beside it")
         self.prompts = PromptRenderer(tokenizer, config.instruction, max_positions=self.fusor.max_positions)
-        self.config = config = calibrated(config, self.fusor, self.prompts.prefix)
-        self._fusion = replace(config.fusion, recompute_ratio=config.recompute_ratio)  # of a request that names no ratio
+        config = calibrated(config, self.fusor, self.prompts.prefix)
+        self.config = config = replace(config, fusion=replace(config.fusion, recompute_ratio=config.recompute_ratio))
         self._encoder = encoder = ChunkEncoder.of(self.fusor, self.prompts.prefix, config)
         logger.info("opening the store %s", config.store_dir, extra={"stage": "opening the store"})
         with ExitStack() as opened:
@@ -196,7 +196,7 @@ class Engine:
         started, config, asked = time.perf_counter(), self.config, RequestOptions.read(options)
         max_tokens = config.max_tokens if asked.max_tokens is None else asked.max_tokens
         ratio = asked.recompute_ratio
-        fusion = self._fusion if ratio is None else replace(self._fusion, recompute_ratio=ratio)
+        fusion = config.fusion if ratio is None else replace(config.fusion, recompute_ratio=ratio)
         searches = asked.documents is not None or asked.layout is None or asked.num_chunks != 0
         layout = asked.layout or self.prompts.question(question)
         layout.check_length(max_tokens, self.fusor.max_positions)

@@ -13,7 +13,6 @@ from cacheblend.loader import (
     Calibration,
     LoaderConfig,
     LoadingController,
-    Profile,
     copied_tiers,
     describe_device,
     read_calibration,
@@ -33,24 +32,19 @@ CONTEXT_OPTIONS = {
 }
 
 
-def make_controller(config: EngineConfig, fusor: Fusor, profile: Profile) -> LoadingController:
-    """A controller that plans with a profile of this model and device."""
-    return LoadingController(config.loader, profile, config.fusion.schedule, copied_tiers(fusor.runner.geometry.device))
-
-
 def find_controller(config: EngineConfig, fusor: Fusor) -> LoadingController | None:
     """A controller with the profile that stands beside the store; None, and so r* for every request, without one."""
-    device, r_star = describe_device(fusor.runner.geometry.device), config.loader.quality_ratio
+    device, r_star = fusor.runner.geometry.device, config.loader.quality_ratio
     try:
-        profile = read_profile(config.profile_dir, model=fusor.fingerprint, device=device)
+        profile = read_profile(config.profile_dir, model=fusor.fingerprint, device=describe_device(device))
     except ProfileError as error:
         logger.warning("%s; until then the recompute ratio is r* = %s", error, r_star)
         return None
     if profile is None:
         none_yet = "no profile of this model on %s; the recompute ratio is r* = %s until `cacheblend profile` has made one"
-        logger.info(none_yet, device, r_star)
+        logger.info(none_yet, describe_device(device), r_star)
         return None
-    return make_controller(config, fusor, profile)
+    return LoadingController(config.loader, profile, config.fusion.schedule, copied_tiers(device))
 
 
 def calibrated(config: EngineConfig, fusor: Fusor, prefix_ids: Sequence[int]) -> EngineConfig:

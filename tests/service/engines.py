@@ -11,10 +11,10 @@ import torch
 from fakes import tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cacheblend.loader import Profile
+from cacheblend.loader import Profile, write_profile
 from cacheblend.retriever import Chunk, PlainTokenizer
 from cacheblend.service import Answer, AnswerPlan, Engine
-from cacheblend.service.engine.profiles import make_controller
+from cacheblend.service.engine.profiles import find_controller
 from cacheblend.store import ChunkKey, context_digest
 
 OpenEngine = Callable[..., Engine]
@@ -63,8 +63,9 @@ def ask(engine: Engine, method: str = "blend", **options: object) -> Answer:
 
 
 def use_profile(engine: Engine, profile: Profile) -> None:
-    """Have an engine plan with a profile from now on."""
-    engine._prefiller.controller = make_controller(engine.config, engine.fusor, profile)
+    """Have an engine plan with a profile from now on, as if it had found it when it opened."""
+    write_profile(engine.config.profile_dir, profile)
+    engine._prefiller.controller = find_controller(engine.config, engine.fusor)
 
 
 def head_of(engine: Engine) -> tuple[int, ...]:
