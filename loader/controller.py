@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .estimators import LoadEstimator, Pipeline, RecomputeEstimator
+from .estimators import Pipeline, RecomputeEstimator, load_seconds
 
 if TYPE_CHECKING:
     from cacheblend.blend import Schedule
@@ -93,7 +93,6 @@ class LoadingController:
 
     def __init__(self, config: LoaderConfig, profile: Profile, schedule: Schedule, copied_tiers: Collection[str]) -> None:
         self.config, self.profile, self._copied_tiers = config, profile, copied_tiers
-        self._load = LoadEstimator(profile.tiers)
         self._recompute = RecomputeEstimator(profile, schedule)
         self._lock = threading.Lock()
         self._compute = TimeCalibration()
@@ -109,7 +108,7 @@ class LoadingController:
             exact: tokens of exact segments.
         """
         tokens = reusable + fresh + exact
-        by_tier = {tier: tier_s * self._tiers[tier].factor for tier, tier_s in self._load.seconds(reads).items()}
+        by_tier = {tier: tier_s * self._tiers[tier].factor for tier, tier_s in load_seconds(reads, self.profile.tiers).items()}
         copy_s = sum(tier_s for tier, tier_s in by_tier.items() if tier in self._copied_tiers)
         lookahead = self.config.lookahead_layers(tokens * self.profile.layer_token_bytes)
         full_s, request = self.full_s(tokens), _Request((reusable, fresh, exact), by_tier, copy_s, lookahead)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -34,24 +35,17 @@ WORTH_BLENDING = 0.75  # maximum share of a full prefill's work: this is an esti
 NOISE = 0.02  # relative error; smaller errors have equal weights
 
 
-class LoadEstimator:
-    """T_load(layer) = bytes / throughput of the tier (paper footnote 6) and a constant a read, summed over a layer's reads.
+def load_seconds(reads: Iterable[Read], tiers: Mapping[str, TierSpeed]) -> dict[str, float]:
+    """T_load(layer) by tier: a constant and bytes / throughput of the tier (paper footnote 6), summed over a layer's reads.
 
-    Args:
-        tiers: measured speed by tier.
+    A tier without a measurement has the slowest one's speed.
     """
-
-    def __init__(self, tiers: Mapping[str, TierSpeed]) -> None:
-        self._tiers = dict(tiers)
-        self._slowest = min(tiers.values(), key=lambda speed: speed.bytes_per_s)  # serves tiers without a measurement
-
-    def seconds(self, reads: Iterable[Read]) -> dict[str, float]:
-        """Seconds by tier, given the tier and bytes of each read."""
-        seconds: dict[str, float] = {}
-        for tier, count in reads:
-            speed = self._tiers.get(tier) or self._slowest
-            seconds[tier] = seconds.get(tier, 0.0) + speed.read_s + count / speed.bytes_per_s
-        return seconds
+    slowest = min(tiers.values(), key=lambda speed: speed.bytes_per_s)
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for tier, count in reads:
+        speed = tiers.get(tier, slowest)
+        seconds[tier] += speed.read_s + count / speed.bytes_per_s
+    return dict(seconds)
 
 
 class RecomputeEstimator:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from cacheblend.base.options import check_share, check_whole
 from cacheblend.blend import FusionConfig, Schedule
 
-from .estimators import LoadEstimator, Pipeline, RecomputeEstimator
+from .estimators import Pipeline, RecomputeEstimator, load_seconds
 from .layer_loader import LoaderConfig
 from .profile import Profile, TierSpeed
 
@@ -88,7 +88,7 @@ def compare_devices(
     choices = []
     for device in devices:
         speed = TierSpeed(read_s=device.read_s, bytes_per_s=device.read_bytes_per_s)
-        load_s = sum(LoadEstimator({"": speed}).seconds(reads).values())
+        load_s = sum(load_seconds(reads, {"": speed}).values())
         prefill_s = Pipeline.from_layers([load_s * is_read for _, is_read in steps], compute_s, lookahead).total_s
         delay_s = prefill_s - sum(compute_s)
         no_delay = delay_s <= NO_DELAY * sum(compute_s)

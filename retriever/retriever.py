@@ -122,14 +122,14 @@ class Retriever(IndexedDocuments):
         done = unchanged = given - len(changed)
         replaced = 0
         new: list[Chunk] = []
-        if on_progress is not None and unchanged:
-            on_progress(done, given)
+        note = on_progress or (lambda *_: None)
+        if unchanged:
+            note(done, given)
         for embedded in self.embed(changed):
             replaced += self.put([embedded])
             new += embedded.chunks
             done += 1
-            if on_progress is not None:
-                on_progress(done, given)
+            note(done, given)
         return AddReport(added=len(changed) - replaced, replaced=replaced, unchanged=unchanged, chunks=tuple(new))
 
     def changed(self, documents: Iterable[Document | Mapping[str, object]]) -> list[Document]:

@@ -9,7 +9,7 @@ from cacheblend.base.errors import ConfigError
 from cacheblend.blend import Schedule
 from cacheblend.loader import LoaderConfig, LoadingController, LoadingPlan
 from cacheblend.loader.controller import DELAY_ALLOWED, WINDOW
-from cacheblend.loader.estimators import LoadEstimator, Pipeline, RecomputeEstimator
+from cacheblend.loader.estimators import Pipeline, RecomputeEstimator, load_seconds
 
 pytestmark = pytest.mark.contract
 
@@ -30,7 +30,7 @@ def reads(reusable: int, tier: str = "nvme") -> list[tuple[str, int]]:
 def blend_s(controller: LoadingController, ratio: float, reusable: int, fresh: int) -> Pipeline:
     """The pipeline at a ratio, worked out beside the controller."""
     compute_s = RecomputeEstimator(controller.profile, Schedule(0.0)).layer_s(ratio, reusable, fresh)
-    load_s = sum(LoadEstimator(controller.profile.tiers).seconds(reads(reusable)).values())
+    load_s = sum(load_seconds(reads(reusable), controller.profile.tiers).values())
     lookahead = controller.config.lookahead_layers((reusable + fresh) * LAYER_TOKEN_BYTES)
     return Pipeline.from_layers([0.0, *[load_s] * (len(compute_s) - 1)], compute_s, lookahead)
 

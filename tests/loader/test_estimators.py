@@ -10,7 +10,7 @@ from profiles import linear_profile
 from cacheblend.blend import Schedule
 from cacheblend.blend.selectors import QuestionAttention
 from cacheblend.loader import LayerSample, PrefillSample, TierSpeed
-from cacheblend.loader.estimators import LoadEstimator, Pipeline, RecomputeEstimator, WorkEstimator, fit
+from cacheblend.loader.estimators import Pipeline, RecomputeEstimator, WorkEstimator, fit, load_seconds
 
 coefficient = st.floats(0, 1e-3)
 
@@ -18,9 +18,10 @@ coefficient = st.floats(0, 1e-3)
 def test_load_adds_up_reads() -> None:
     """A layer's loading is a constant a read and its bytes over the throughput, by tier."""
     slow, fast = TierSpeed(read_s=0.5, bytes_per_s=1e9), TierSpeed(read_s=0, bytes_per_s=4e9)
-    estimator = LoadEstimator({"nvme": slow, "ram": fast})
-    assert estimator.seconds([("nvme", 10**9), ("ram", 10**9), ("nvme", 10**8)]) == pytest.approx({"nvme": 2.1, "ram": 0.25})
-    assert estimator.seconds([]) == {}
+    tiers = {"nvme": slow, "ram": fast}
+    reads = [("nvme", 10**9), ("ram", 10**9), ("nvme", 10**8)]
+    assert load_seconds(reads, tiers) == pytest.approx({"nvme": 2.1, "ram": 0.25})
+    assert load_seconds([], tiers) == {}
 
 
 @given(coefficients=st.tuples(coefficient, coefficient, coefficient), tokens=st.integers(1, 20_000))
