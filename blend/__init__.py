@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-from cacheblend.base.errors import IncompatibleKVError, UnsupportedModelError
+from cacheblend.base.errors import IncompatibleKVError as IncompatibleKVError
+from cacheblend.base.errors import UnsupportedModelError as UnsupportedModelError
 
-from .fusion import DEFAULT_RATIO, FusionConfig
-from .fusor import Fusor
-from .generation import NextToken, SequenceKV
-from .interfaces import KVGeometry, LayerKV, LayerSink, LayerSource, ModelRunner, ResidentLayers
-from .precompute import ChunkContext
-from .prompt import FusionResult, LayerReport, Prompt, Segment
-from .selectors import DEFAULT_SELECTOR, SELECTORS, ExplicitPositions, Schedule, SelectionStep, Selector, TopDeviation
-
-__all__ = [
-    "DEFAULT_RATIO",
-    "DEFAULT_SELECTOR",
-    "SELECTORS",
-    "ChunkContext",
-    "ExplicitPositions",
-    "FusionConfig",
-    "FusionResult",
-    "Fusor",
-    "IncompatibleKVError",
-    "KVGeometry",
-    "LayerKV",
-    "LayerReport",
-    "LayerSink",
-    "LayerSource",
-    "ModelRunner",
-    "NextToken",
-    "Prompt",
-    "ResidentLayers",
-    "Schedule",
-    "Segment",
-    "SelectionStep",
-    "Selector",
-    "SequenceKV",
-    "TopDeviation",
-    "UnsupportedModelError",
-]
+from .fusion import DEFAULT_RATIO as DEFAULT_RATIO
+from .fusion import FusionConfig as FusionConfig
+from .fusor import Fusor as Fusor
+from .generation import NextToken as NextToken
+from .generation import SequenceKV as SequenceKV
+from .interfaces import KVGeometry as KVGeometry
+from .interfaces import LayerKV as LayerKV
+from .interfaces import LayerSink as LayerSink
+from .interfaces import LayerSource as LayerSource
+from .interfaces import ModelRunner as ModelRunner
+from .interfaces import ResidentLayers as ResidentLayers
+from .precompute import ChunkContext as ChunkContext
+from .prompt import FusionResult as FusionResult
+from .prompt import LayerReport as LayerReport
+from .prompt import Prompt as Prompt
+from .prompt import Segment as Segment
+from .selectors import DEFAULT_SELECTOR as DEFAULT_SELECTOR
+from .selectors import SELECTORS as SELECTORS
+from .selectors import ExplicitPositions as ExplicitPositions
+from .selectors import Schedule as Schedule
+from .selectors import SelectionStep as SelectionStep
+from .selectors import Selector as Selector
+from .selectors import TopDeviation as TopDeviation
