@@ -88,12 +88,6 @@ class StreamSize:
     characters: int = 0
     sample: list[str] = field(default_factory=list, compare=False, repr=False)
 
-    def add(self, text: str) -> None:
-        """Count a document."""
-        if len(self.sample) < SAMPLE_DOCUMENTS:
-            self.sample.append(text[:SAMPLE_CHARACTERS])
-        self.documents, self.characters = self.documents + 1, self.characters + len(text)
-
     def tokens(self, tokenizer: Any) -> int:
         """About how many tokens the texts are; by the sample where there are a sample and a tokenizer."""
         sampled = sum(map(len, self.sample))
@@ -134,7 +128,10 @@ class DocumentStream:
             return None
         size = StreamSize()
         for document in self._documents(on_file):
-            size.add(document.text)
+            if size.documents < SAMPLE_DOCUMENTS:
+                size.sample.append(document.text[:SAMPLE_CHARACTERS])
+            size.documents += 1
+            size.characters += len(document.text)
         if not size.documents:
             skipped = [f"{name}: {why}" for name, why in self.report.skipped.items()]
             whys = [*self.report.faults.values(), *skipped]
@@ -270,10 +267,10 @@ def file_documents(
     """
     name, where, title = path.name.lower(), where or str(path), title or path.stem
     if name.endswith(JSONL_SUFFIXES):
-        yield from _line_documents(read_json_lines(path, check, max_bytes))
+        yield from _line_documents(read_json_lines(path, check, max_bytes, where))
         return
     if name.endswith(CONVERTED_SUFFIXES):
-        for part in converter.convert(path, check):
+        for part in converter.convert(path, check, where):
             place = f"#{part.place}" if part.place else ""
             of_part = f"{title}, {part.place.replace('=', ' ')}" if place else title
             yield _document({"id": id_ + place, "title": of_part, "text": part.text}, where)
@@ -317,23 +314,24 @@ def _read_text(path: Path, where: str) -> str:
 
 
 def read_json_lines(
-    path: Path, check: Callable[[], None] = lambda: None, max_bytes: int | None = None
+    path: Path, check: Callable[[], None] = lambda: None, max_bytes: int | None = None, where: str | None = None
 ) -> Iterator[tuple[str, Any]]:
     """Each line's place ("FILE, line N") and its JSON value, without empty lines; a file `*.gz` is decompressed.
 
     Memory holds one line, of at most `MAX_LINE_BYTES`, however small a compressed file is. A byte order mark is dropped.
-    `max_bytes` bounds all lines unpacked, each of which counts as `LEAST_LINE_BYTES` or more.
+    `max_bytes` bounds all lines unpacked, each of which counts as `LEAST_LINE_BYTES` or more. `where` is FILE in messages.
 
     Raises:
         InputError: a line that is too long or no JSON in UTF-8, named by file and line; a gzip file that is cut off or damaged;
             more than `max_bytes`.
         OSError: the file cannot be read.
     """
+    where = where or str(path)
     with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as lines:
         try:
-            yield from _read_lines(lines, str(path), check, max_bytes)
+            yield from _read_lines(lines, where, check, max_bytes)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise InputError(f"{path} is no whole gzip file ({error}); compress it again, or copy it again") from error
+            raise InputError(f"{where} is no whole gzip file ({error}); compress it again, or copy it again") from error
 
 
 def _read_lines(

@@ -70,16 +70,18 @@ class FileConverter:
         self._cache = dict[tuple[str, int, int], list[TextPart]]()
         self._cached_characters = 0
 
-    def convert(self, path: Path, check: Callable[[], None] = lambda: None) -> list[TextPart]:
+    def convert(self, path: Path, check: Callable[[], None] = lambda: None, where: str | None = None) -> list[TextPart]:
         """The text of a file, in parts that a citation can name; what `check` raises meanwhile ends the conversion.
+
+        `where` names the file in messages, in place of its path.
 
         Raises:
             InputError: the file is too large, damaged, encrypted, without text, or took too long.
             MissingExtraError: the extra `documents` is not installed.
         """
-        status = path.stat()
+        where, status = where or str(path), path.stat()
         if status.st_size > MAX_FILE_BYTES:
-            raise InputError(f"{path}: larger than {MAX_FILE_BYTES // 2**20} MiB; split it")
+            raise InputError(f"{where}: larger than {MAX_FILE_BYTES // 2**20} MiB; split it")
         key = (str(path.resolve()), status.st_size, status.st_mtime_ns)
         if key in self._cache:
             return self._cache[key]
@@ -92,10 +94,10 @@ class FileConverter:
         if missing := answer.get("missing"):
             raise MissingExtraError(missing, EXTRA)
         if error := answer.get("error"):
-            raise InputError(f"{path}: {error}")
+            raise InputError(f"{where}: {error}")
         parts = join_short_parts([TextPart(place, text) for place, text in answer["parts"] if text.strip()])
         if not parts:
-            raise InputError(f"{path}: no text in it; of scanned pages, make a text by OCR first")
+            raise InputError(f"{where}: no text in it; of scanned pages, make a text by OCR first")
         characters = sum(len(part.text) for part in parts)
         if self._cached_characters + characters <= MAX_CACHED_CHARACTERS:
             self._cache[key] = parts

@@ -64,8 +64,7 @@ class IngestReport:
 
     def __add__(self, other: IngestReport) -> IngestReport:
         """Sums of both; a chunk that both have counts twice."""
-        names = [each.name for each in dataclasses.fields(self)]
-        return IngestReport(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        return IngestReport(**{name: value + getattr(other, name) for name, value in self.as_dict().items()})
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

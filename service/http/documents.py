@@ -257,7 +257,7 @@ def _read_file(server: Server, id_: str, name: str, raw: bytes, check: Check) ->
         except MissingExtraError as error:
             raise refused("file", f"needs the extra `{error.extra}` where the service runs; send it as text") from error
         except InputError as error:
-            raise refused("file", str(error).replace(str(path.resolve()), name).replace(str(path), name)) from None
+            raise refused("file", str(error)) from None
     return documents
 
 

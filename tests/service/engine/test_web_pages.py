@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 
 import pytest
 
@@ -16,6 +17,7 @@ from cacheblend.service.engine.web_pages import WebFiles, is_public
 ARTICLE = "The lamp of the lighthouse is lit at dusk, and put out when the sun is up. " * 9
 MENU = "<nav><ul><li><a href='/a'>Imprint</a></li><li><a href='/b'>Careers</a></li></ul></nav>"
 PAGE = "<html><head><title>House &amp; garden</title></head><body><p>The gate is green. Größe</p></body></html>"
+needs_documents = pytest.mark.skipif(find_spec("markitdown") is None, reason="needs the extra documents")
 release = threading.Event()
 asked: list[str] = []
 
@@ -63,6 +65,7 @@ PAGES: dict[str, Callable[[Handler], None]] = {
     "/vague.pdf": lambda handler: handler.send(BINARY, "text/plain; charset=iso-8859-1"),
     "/notes.md": lambda handler: handler.send(b"# Notes\n\nThe key is in the drawer.", "text/plain"),
     "/data": lambda handler: handler.send(b'{"id": "row", "text": "A row."}\n', "application/x-ndjson"),
+    "/no_lines": lambda handler: handler.send(b"{", "application/x-ndjson"),
     "/moved": to("/hop"),
     "/hop": to("notes.md"),
     "/loop": to("/loop"),
@@ -124,6 +127,8 @@ def test_a_charset_of_what_is_no_text(site: str, path: str) -> None:
         ("/loop", "redirects"),
         ("/file", "no http or https URL"),
         ("/picture", "binary"),
+        pytest.param("/binary.docx", "cannot be read as DOCX", marks=needs_documents),
+        ("/no_lines", "line 1: not JSON"),
         ("/large", "larger than"),
         ("/cut", "cannot be fetched"),
         ("/slow", "not fetched within 0.4 s"),
