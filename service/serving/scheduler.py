@@ -10,6 +10,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
@@ -252,8 +253,7 @@ class Scheduler:
         """Numbers of requests by what they do now."""
         with self._changed:
             decoding = sum(running.decoding is not None for running in self._running)
-            queued = [*self._waiting, *([] if self._prompt is None else [self._prompt])]
-            waiting = sum(request not in self._running for request in queued)
+            waiting = sum(request not in self._running for request in self._waiting)
             return SchedulerState(waiting, len(self._running) - decoding, decoding)
 
     def quality(self, tenant: str) -> dict[str, Any]:
@@ -372,17 +372,15 @@ class Scheduler:
             self._leave(request, Failed(error))
 
     def _prefill(self, running: Request) -> None:
-        try:
+        def run_layer() -> bool:
             complete = running.prefill_layer()
-        except Exception as error:
-            self._leave(running, Failed(error))
-            return
-        self._device.launched_layer()
+            self._device.launched_layer()
+            return complete
+
+        self._advance(running, run_layer)
         if running.decoding is not None:
             self._prefill_s += 0.2 * (time.perf_counter() - running.begun - self._prefill_s)
             self._prompt = None
-        if complete:
-            self._finish(running)
 
     def _decode(self) -> None:
         batch = [running for running in self._running if running.decoding is not None]
@@ -401,20 +399,16 @@ class Scheduler:
                 self._leave(running, Failed(error))
             return
         for running, logits_V in zip(batch, logits_RV, strict=True):
-            try:
-                complete = running.decode(logits_V)
-            except Exception as error:
-                self._leave(running, Failed(error))
-                continue
-            if complete:
-                self._finish(running)
+            self._advance(running, partial(running.decode, logits_V))
 
-    def _finish(self, running: Request) -> None:
+    def _advance(self, running: Request, step: Callable[[], bool]) -> None:
+        """Run a step of a request, which leaves if its answer is complete with that, or the step fails."""
         try:
-            how: Done | Failed = running.finish()
+            how: Done | Failed | None = running.finish() if step() else None
         except Exception as error:
             how = Failed(error)
-        self._leave(running, how)
+        if how is not None:
+            self._leave(running, how)
 
     def _leave(self, request: Request, how: Done | Failed | None) -> None:
         request.end()
