@@ -73,7 +73,7 @@ def test_names_that_are_ours(engine: Engine, options: dict[str, object], taken: 
 )
 def test_pages_from_elsewhere(client: httpx.Client, origin: str) -> None:
     """A page of another origin changes nothing, though the browser asked for leave, and reads what is open to all. The
-    service's own page writes; tests/service/http/test_open_webui.py has those of named origins.
+    service's own page writes; tests/service/http/test_clients.py has those of named origins.
     """
     headers = {"Origin": origin}
     uploads, chats = "/v1/documents", "/v1/chat/completions"

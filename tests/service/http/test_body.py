@@ -43,8 +43,6 @@ LARGE: dict[str, Callable[[], bytes]] = {
     "lists": lambda: filled('{"documents": [', "[]", "]}"),
     "objects": lambda: filled('{"documents": [', "{}", "]}"),
     "texts": lambda: filled('{"documents": [', '""', "]}"),
-    "empty texts without commas": lambda: b'{"documents": [' + b'""' * (15 * MIB),
-    "lists after escapes": lambda: filled('{"\\\\": "\\"", "documents": [', "[]", "]}"),
     "fields": lambda: b'{"documents": [], ' + b",".join(b'"f%d": 1' % number for number in range(2_000_000)) + b"}",
     "one text": lambda: b'{"documents": [{"id": 7, "text": "' + b"x" * (30 * MIB) + b'"}]}',
     "one text of escapes": lambda: b'{"documents": [{"id": 7, "text": "' + rb"\"" * (15 * MIB) + b'"}]}',

@@ -143,19 +143,6 @@ def test_questions_of_another_tenant(serve: Serve, embedder: SlowEmbedder) -> No
     assert sum(SLOW in text for text in embedder.texts) < 12
 
 
-def test_an_upload_whose_client_left_before_its_turn(serve: Serve, embedder: SlowEmbedder) -> None:
-    """It is not done, nor is anything of one that was embedded when its client left."""
-    server, clients = serve()
-    body = {"documents": [{"id": "first", "text": SLOW}]}
-    hang_up(clients["hostile"], 1, "/v1/documents", lambda _: body)
-    hang_up(clients["hostile"], 3, "/v1/documents", lambda number: {"documents": [{"id": f"h{number}", "text": "words"}]})
-    wait_until(lambda: server.uploads.count("hostile") == 1)
-    embedder.gate.set()
-    wait_until(lambda: not server.uploads.is_busy)
-    assert not any("words" in text for text in embedder.texts)
-    assert [one["id"] for one in clients["hostile"].get("/v1/documents").json()["data"]] == [DOCUMENTS[0]["id"]]
-
-
 @pytest.mark.parametrize("known", [False, True])
 def test_half_an_upload(serve: Serve, monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
     """Nothing stays of an upload whose client leaves while KV is computed; what it would replace is as it was."""

@@ -58,17 +58,6 @@ def test_a_conversation(openai_client: openai.OpenAI) -> None:
     assert second.choices[0].message.content == other.choices[0].message.content
 
 
-def test_chat_stream(openai_client: openai.OpenAI) -> None:
-    """A stream's pieces joined are the whole answer; usage comes last where it is asked for."""
-    whole = ask(openai_client, max_tokens=30)
-    pieces = list(ask(openai_client, max_tokens=30, stream=True, stream_options={"include_usage": True}))
-    assert "".join(piece.choices[0].delta.content for piece in pieces[:-1]) == whole.choices[0].message.content
-    assert pieces[0].choices[0].delta.role == "assistant"
-    assert [piece.choices[0].finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 2) + ["length"]
-    assert pieces[-1].usage.completion_tokens == 30
-    assert len({piece.id for piece in pieces}) == 1
-
-
 def test_documents_of_the_request(engine: Engine, openai_client: openai.OpenAI) -> None:
     """A request that brings documents is answered over those, all of them, in their order."""
     documents = [{key: document[key] for key in ("title", "text")} for document in DOCUMENTS[:2]]

@@ -20,7 +20,6 @@ from cacheblend.service.engine.grammar import Grammar, GrammarCompiler
 from cacheblend.service.engine.prompt import Message
 from cacheblend.service.http import chat
 from cacheblend.service.http.answers import CallReader
-from cacheblend.service.http.schemas import call_schema
 from cacheblend.service.serving.scheduler import ServingConfig
 
 # In little what Qwen's is.
@@ -207,11 +206,3 @@ def test_no_text_is_lost(pieces: list[str]) -> None:
     text, same = whole.finish("".join(pieces))
     assert given + rest == text
     assert [call["function"] for call in calls] == [call["function"] for call in same]
-
-
-def test_references_in_a_schema() -> None:
-    """A schema's references still name what they named, as a part of the schema of a call."""
-    schema = call_schema([("time", None), ("weather", WEATHER["function"]["parameters"])])
-    arguments = schema["anyOf"][1]["properties"]["arguments"]
-    assert arguments["properties"]["city"] == {"$ref": "#/anyOf/1/properties/arguments/$defs/City"}
-    assert schema["anyOf"][0]["properties"]["arguments"] == {"type": "object", "additionalProperties": False}

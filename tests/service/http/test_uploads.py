@@ -60,20 +60,6 @@ def test_pages(client: httpx.Client) -> None:
     assert nothing == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
 
 
-def test_files(client: httpx.Client) -> None:
-    """By file, pages are one document, whose name pins and deletes them."""
-    pages = [{"id": f"r.pdf#page={page}", "text": f"page {page}"} for page in (1, 2)]
-    client.post("/v1/documents", json={"documents": pages}).raise_for_status()
-    listed = client.get("/v1/documents", params={"by": "file"}).json()
-    assert [document["id"] for document in listed["data"]] == [*(document["id"] for document in DOCUMENTS), "r.pdf"]
-    assert listed["data"][-1]["parts"] == 2
-    shown = client.get("/v1/documents/r.pdf").json()
-    assert [chunk["document_id"] for chunk in shown["content"]] == [page["id"] for page in pages]
-    assert client.post("/v1/documents/r.pdf/pin", json={"pinned": True}).json()["pinned"]
-    assert client.delete("/v1/documents/r.pdf").json()["deleted"]
-    assert client.delete("/v1/documents/r.pdf").status_code == 404
-
-
 @pytest.mark.parametrize("params", [{"limit": 0}, {"limit": 1001}, {"limit": "x"}, {"after": "nothing"}, {"by": "x"}])
 def test_bad_pages(client: httpx.Client, params: dict[str, object]) -> None:
     """A page that there is not is refused, with the parameter's name."""
