@@ -203,7 +203,7 @@ class DamagedStores:
         shown = self._allowed(lambda: engine.documents.show(id_), count)
         if shown is None or not shown[1]:
             count["documents not shown"] += 1
-        elif [(chunk.text, chunk.token_ids) for chunk in shown[1]] != self.truth.texts[id_]:
+        elif [(chunk.text, chunk.token_ids) for chunk, _ in shown[1]] != self.truth.texts[id_]:
             self._fault(count, "wrong texts", f"{what}: document {id_}")
 
     def _allowed(self, act: Callable[[], Result], count: Counter[str]) -> Result | None:
