@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from fakes import tiny_tokenizer
+from profiles import linear_profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cacheblend.loader import Profile, write_profile
+from cacheblend.loader import Profile, describe_device, write_profile
 from cacheblend.retriever import Chunk, PlainTokenizer
 from cacheblend.service import Answer, AnswerPlan, Engine
 from cacheblend.service.engine.profiles import find_controller
@@ -60,6 +61,18 @@ def make_model(directory: Path, positions: int = POSITIONS, **changes: Any) -> N
 
 def ask(engine: Engine, method: str = "blend", **options: object) -> Answer:
     return engine.answer(QUESTION, method=method, **{"num_chunks": TOP_K, **options})
+
+
+def profile_of(engine: Engine, **speeds: float) -> Profile:
+    """A profile of the engine's model on this device, with made-up speeds."""
+    geometry = engine.fusor.decoder.geometry
+    return linear_profile(
+        layers=geometry.layers,
+        model=engine.fusor.fingerprint,
+        device=describe_device(geometry.device),
+        layer_token_bytes=geometry.layer_bytes(1),
+        **speeds,
+    )
 
 
 def use_profile(engine: Engine, profile: Profile) -> None:

@@ -81,10 +81,6 @@ def test_nothing_ingested(open_engine: OpenEngine) -> None:
         open_engine().answer(QUESTION)
 
 
-def options(model_dir: Path, tmp_path: Path, **more: object) -> dict[str, object]:
-    return {"model": str(model_dir), "store_dir": tmp_path / "store", **more}
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -110,7 +106,7 @@ def options(model_dir: Path, tmp_path: Path, **more: object) -> dict[str, object
 )
 def test_bad_settings(model_dir: Path, tmp_path: Path, field: str, value: object) -> None:
     """A setting that is not allowed is refused by name and value before anything is made."""
-    given = options(model_dir, tmp_path, **{field: value})
+    given = {"model": str(model_dir), "store_dir": tmp_path / "store", field: value}
     with pytest.raises(ConfigError, match=f"{field}=") as caught:
         _ = EngineConfig(**given) if value is None else from_options(EngineConfig, given)
     assert caught.value.value is value

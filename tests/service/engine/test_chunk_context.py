@@ -18,7 +18,7 @@ from cacheblend.retriever import Chunk, PlainTokenizer, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.chunk_context import POSITIONS_SHARE, chunk_context
 from cacheblend.service.engine.config import INSTRUCTION
-from cacheblend.store import ChunkKey, context_digest
+from cacheblend.store import ChunkKey, ChunkKV, context_digest
 
 WORDS = random.Random(0).choices(["for", "while", "class", "with", "else", "name"], k=240)
 WINDOW = 4 * CHUNK_TOKENS
@@ -27,6 +27,12 @@ LONG = {"id": "long", "text": " ".join(WORDS)}  # of many windows
 
 def stored(engine: Engine) -> set[ChunkKey]:
     return {entry.key for entry in engine.store.ls()}
+
+
+def kv_of(engine: Engine, key: ChunkKey) -> ChunkKV:
+    kv = engine.store.get(key)
+    assert kv is not None
+    return kv
 
 
 def key_after(engine: Engine, chunk: Sequence[int], earlier: Sequence[Sequence[int]], filler: Sequence[int] = ()) -> ChunkKey:
@@ -76,9 +82,7 @@ class TestDocuments:
         assert ids[at] == chunks[at].token_ids
         earlier = ChunkContext(document_tokens=WINDOW).earlier(ids)[at]
         (kv,) = engine.fusor.precompute_document([*earlier, ids[at]], head_of(engine), [len(earlier)], ChunkContext())
-        found = engine.store.get(new[at])
-        assert found is not None
-        assert_same_kv(found, kv)
+        assert_same_kv(kv_of(engine, new[at]), kv)
 
     def test_a_deleted_document_leaves_nothing(self, open_engine: OpenEngine) -> None:
         """All entries of a deleted document go, but for the same chunks in the same context of another one."""
@@ -114,16 +118,14 @@ class TestDocuments:
         engine = open_engine(context_document_tokens=WINDOW)
         engine.ingest([LONG])
         chunks = engine.retriever.chunks("long")
-        kvs = {key: engine.store.get(key) for key in stored(engine)}
+        kvs = {key: kv_of(engine, key) for key in stored(engine)}
         engine.store.clear()
         for start in reversed(range(0, len(chunks), TOP_K)):
             assert ask(engine, documents=chunks[start : start + TOP_K][::-1]).plan.hits == 0
         engine.drain()
         assert stored(engine) == set(kvs) == set(window_keys(engine, chunks))
         for key, kv in kvs.items():
-            filled = engine.store.get(key)
-            assert filled is not None
-            assert kv is not None
+            filled = kv_of(engine, key)
             assert filled.context == kv.context
             assert_same_kv(filled, kv)
         report = engine.ingest([LONG])
@@ -184,10 +186,7 @@ def test_what_a_client_brings_shapes_no_ingested_kv(open_engine: OpenEngine, tmp
     engine.ingest([document])
     assert stored(clean) <= stored(engine)
     for key in stored(clean):
-        ours, theirs = clean.store.get(key), engine.store.get(key)
-        assert ours is not None
-        assert theirs is not None
-        assert_same_kv(theirs, ours)
+        assert_same_kv(kv_of(engine, key), kv_of(clean, key))
     for documents in brought:
         ask(engine, documents=documents, max_tokens=1)
     answers = [ask(one, documents=one.retriever.chunks("long")[2:5]) for one in (clean, engine)]
@@ -225,8 +224,7 @@ class TestFiller:
         filler = self.ids(engine, "while this is so", "with that name")
         chunks = [chunk.token_ids for chunk in engine.retriever.chunks()]
         for at, chunk in enumerate(chunks):
-            kv = engine.store.get(key_after(engine, chunk, chunks[:at], filler))
-            assert kv is not None
+            kv = kv_of(engine, key_after(engine, chunk, chunks[:at], filler))
             whole = engine.fusor.precompute_document([filler, *chunks[: at + 1]], head_of(engine), [at + 1], ChunkContext())
             assert_same_kv(kv, next(iter(whole)))
         answer = ask(engine, documents=DOCUMENTS[:1])

@@ -15,15 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from engines import make_model, use_profile
+from engines import make_model, profile_of, use_profile
 from fakes import FakeEmbedder, tiny_tokenizer
-from profiles import linear_profile
 from tiny_models import tiny_model
 
 from cacheblend.base.options import from_options
 from cacheblend.blend import Fusor
 from cacheblend.eval.handbook import handbook_documents, handbook_questions
-from cacheblend.loader import Profile, describe_device
 from cacheblend.service import Answer, Engine, EngineConfig
 from cacheblend.service.engine.request import Request
 
@@ -104,19 +102,6 @@ def _smollm2(model: Path, folder: Path) -> Iterator[Engine]:
         yield engine
 
 
-def _profile(fusor: Fusor, row_s: float, bytes_per_s: float) -> Profile:
-    """The profile of a machine with these seconds a row and bytes a second."""
-    geometry = fusor.decoder.geometry
-    return linear_profile(
-        layers=geometry.layers,
-        row_s=row_s,
-        bytes_per_s=bytes_per_s,
-        model=fusor.fingerprint,
-        device=describe_device(geometry.device),
-        layer_token_bytes=geometry.layer_bytes(1),
-    )
-
-
 def _run(engine: Engine, requests: list[dict[str, Any]], max_tokens: int) -> list[dict[str, Any]]:
     return [_record(_ask(engine, at, options, max_tokens)) for at, options in enumerate(requests)]
 
@@ -152,7 +137,7 @@ def test_tiny_models(family: str, tmp_path: Path) -> None:
     with _tiny(tmp_path, family) as engine:
         records = _run(engine, _requests(6), 6)
         for row_s, bytes_per_s in ((1e-5, 1e9), (1e-6, 1e6)):
-            use_profile(engine, _profile(engine.fusor, row_s, bytes_per_s))
+            use_profile(engine, profile_of(engine, row_s=row_s, bytes_per_s=bytes_per_s))
             records += _run(engine, [{"num_chunks": 6}, {"num_chunks": 3}][: 2 if row_s > 5e-6 else 1], 6)
     _check(family, records)
 

@@ -4,17 +4,14 @@ import logging
 from dataclasses import replace
 
 import pytest
-from engines import BROUGHT, OpenEngine, ask, furthest, use_profile
-from profiles import linear_profile
+from engines import BROUGHT, OpenEngine, ask, furthest, profile_of, use_profile
 
 from cacheblend.blend import DEFAULT_RATIO, DEFAULT_SELECTOR, Fusor
 from cacheblend.loader import (
     Calibration,
     LoaderConfig,
     Measures,
-    Profile,
     Thresholds,
-    describe_device,
     write_calibration,
     write_profile,
 )
@@ -24,18 +21,6 @@ from cacheblend.service.engine.prompt import PromptRenderer
 
 QUALITY_RATIO = LoaderConfig().quality_ratio
 DEFAULTS = (DEFAULT_RATIO, DEFAULT_SELECTOR)
-
-
-def profile_of(engine: Engine, **speeds: float) -> Profile:
-    """A profile of the engine's model on this device, with made-up speeds."""
-    geometry = engine.fusor.decoder.geometry
-    return linear_profile(
-        layers=geometry.layers,
-        model=engine.fusor.fingerprint,
-        device=describe_device(geometry.device),
-        layer_token_bytes=geometry.layer_bytes(1),
-        **speeds,
-    )
 
 
 class TestController:
