@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -22,7 +22,7 @@ from .models import KNOWN_MODELS, NEAR, find_model
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DTypeOption = torch.dtype | Literal["auto", "float32", "bfloat16", "float16"]
+DTypeOption = torch.dtype | str  # "auto", or a name of `DTYPES`
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Instruction sets of CPUs, by the system's names: without one of them 16 bits are as slow as float32, or far slower.
 FAST = {torch.bfloat16: ("amx_bf16", "avx512_bf16", "bf16"), torch.float16: ("amx_fp16", "avx512_fp16", "asimdhp")}

@@ -45,7 +45,7 @@ from cacheblend.eval.handbook import handbook_documents
 from cacheblend.retriever import Document, RetrieverConfig, SentenceTransformerEmbedder
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.chunk_context import chunk_context
-from cacheblend.service.engine.config import DTYPES, torch_dtype
+from cacheblend.service.engine.config import DTYPES
 from cacheblend.service.engine.document_sources import DocumentStream
 from cacheblend.service.engine.prompt import PromptRenderer
 from cacheblend.store import StoreConfig
@@ -82,7 +82,7 @@ class Bench:
             store=StoreConfig(ram_budget_bytes=1),
         )
         self.directory, self.file = directory, directory / "documents.jsonl"
-        self.fusor = Fusor.from_pretrained(model, dtype=torch_dtype(dtype))
+        self.fusor = Fusor.from_pretrained(model, dtype=dtype)
         self.embedder = SentenceTransformerEmbedder()
         self.documents: list[list[tuple[int, ...]]] = []  # token ids of chunks
         with self.engine("split") as engine, self.file.open("w", encoding="utf-8") as file:

@@ -177,9 +177,8 @@ def _ingest_on_ray(
     stream.close()
     with terminal.shown_stages():
         from cacheblend.blend.loading import kv_geometry, load_tokenizer
-        from cacheblend.service.engine.config import torch_dtype
 
-        geometry = kv_geometry(config.model, config.resolve_device(), torch_dtype(config.dtype))
+        geometry = kv_geometry(config.model, config.resolve_device(), config.dtype)
         tokens = size.tokens(load_tokenizer(config.model)) if size else None
     _agree(config, geometry, tokens, yes=yes)
     stream.report = SourceReport()

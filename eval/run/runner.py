@@ -29,7 +29,6 @@ from cacheblend.eval.methods import (
 )
 from cacheblend.eval.metrics import COMPARED_TOKENS, GOLD_TOKENS, answer_nll_nats, equal_greedy_tokens, quality
 from cacheblend.retriever import Embedder
-from cacheblend.service.engine.config import torch_dtype
 
 from .folder import EvalConfig, Row, RunFolder, environment, has_random_weights
 from .report import summarize
@@ -214,9 +213,7 @@ def load_fusor(config: EvalConfig, **kwargs: Any) -> Fusor:
         InputError: no model there, or one without a tokenizer.
         UnsupportedModelError: it cannot be blended.
     """
-    fusor = Fusor.from_pretrained(
-        config.model, config.device, torch_dtype(config.dtype), allow_unverified=config.allow_unverified, **kwargs
-    )
+    fusor = Fusor.from_pretrained(config.model, config.device, config.dtype, allow_unverified=config.allow_unverified, **kwargs)
     if fusor.tokenizer is None:
         raise InputError(f"the model at {config.model!r} has no tokenizer; save one beside it")
     return fusor

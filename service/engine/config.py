@@ -9,41 +9,30 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.files import replacing
 from cacheblend.base.options import MIB, check_whole, option
-from cacheblend.blend import ChunkContext, FusionConfig
+from cacheblend.blend import ChunkContext, FusionConfig, Fusor
 from cacheblend.blend.precompute import DOCUMENT_TOKENS
 from cacheblend.loader import LoaderConfig
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.store import StoreConfig
 from cacheblend.store.codecs import CODECS
 
-if TYPE_CHECKING:
-    from cacheblend.blend import Fusor
-    from cacheblend.blend.loading import DTypeOption
-
 logger = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-UNSALTED = ""  # ingested documents, and requests without a salt
 _DEVICES = '"auto", "cpu", "cuda" or "cuda:N"'
 KV_FOLDER, INDEX_FOLDER = "kv", "index"  # of a store folder
-FAST_RATIO = 0.05
-PRESETS: dict[str, float | None] = {"exact": 1.0, "balanced": None, "fast": FAST_RATIO}
+PRESETS: dict[str, float | None] = {"exact": 1.0, "balanced": None, "fast": 0.05}
 SETTINGS_FILE = "settings.json"  # of a store folder: what the KV in it was computed with
 EXAMPLES_FILE = "examples.json"  # of a store folder: questions that its documents answer well
 MAX_EXAMPLES = 12
 SETTINGS = ("model", "chunk_tokens", "embedder", "kv_cache_dtype", "context_filler", "context_document_tokens")
 INSTRUCTION = "Answer the question from the passages below.\n\n"
-
-
-def torch_dtype(name: str) -> DTypeOption:
-    """The dtype that one of `DTYPES` names."""
-    return "auto" if name == "auto" else getattr(torch, name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +45,7 @@ class EngineConfig:
             missing.
         preset: a recompute ratio by name, where `fusion` has none. "exact": 1, so that every answer is full prefill's;
             "balanced": the loading controller takes r*, or more where loading takes longer anyway; without a profile, r*. r* is
-            the store's calibrated ratio, or `loader.quality_ratio`; see `calibrated`. "fast": `FAST_RATIO`.
+            the store's calibrated ratio, or `loader.quality_ratio`; see `calibrated`. "fast": 0.05.
         instruction: stands in front of the chunks in every prompt.
         store: budgets of the chunk KV; its folder is the engine's.
         retriever: chunks and embedder; its folder is the engine's.
@@ -198,8 +187,4 @@ def load_fusor(config: EngineConfig) -> Fusor:
         UnsupportedModelError: blending is not right on the model.
     """
     logger.info("loading the model %s", config.model, extra={"stage": "loading the model"})
-    from cacheblend.blend import Fusor  # which a configuration alone does not need
-
-    return Fusor.from_pretrained(
-        config.model, config.resolve_device(), torch_dtype(config.dtype), allow_unverified=config.allow_unverified
-    )
+    return Fusor.from_pretrained(config.model, config.resolve_device(), config.dtype, allow_unverified=config.allow_unverified)

@@ -179,7 +179,7 @@ class Engine:
         with self.foreground:
             return self.complete(self.prepare(question, **options))
 
-    def prepare(self, question: str, *, check: Check | None = None, **options: Any) -> Request:
+    def prepare(self, question: str, *, check: Check = lambda: None, **options: Any) -> Request:
         """Check a request, retrieve its chunks and lay out its prompt: all of `answer` that comes before the model.
 
         A prompt that is too long without its chunks is refused before anything is embedded.
@@ -191,7 +191,6 @@ class Engine:
         """
         # 1. Check what is asked.
         self._check_open()
-        check = check or (lambda: None)
         check()
         started, config, asked = time.perf_counter(), self.config, RequestOptions.read(options)
         max_tokens = config.max_tokens if asked.max_tokens is None else asked.max_tokens

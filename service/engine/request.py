@@ -21,7 +21,6 @@ from cacheblend.loader import LoadingPlan
 from cacheblend.retriever import Chunk, ScoredChunk
 
 from .blend_plan import PlannedSegment
-from .config import UNSALTED
 from .decoding import Decoding, Piece, Sampling, TokenLogprob
 from .prompt import PromptTokens
 
@@ -37,7 +36,7 @@ def namespace_of(cache_salt: str) -> str:
 
     A salt comes from outside and may be a client's secret: its hash is what disk, logs and messages have, and is of one length.
     """
-    return hashlib.sha256(cache_salt.encode()).hexdigest() if cache_salt else UNSALTED
+    return hashlib.sha256(cache_salt.encode()).hexdigest() if cache_salt else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
