@@ -105,6 +105,19 @@ def content_hash(title: str, text: str) -> str:
     return hashlib.sha256(data).hexdigest()[:HASH_DIGITS]
 
 
+def with_one_text(documents: Iterable[Document]) -> Iterator[Document]:
+    """The documents, until one has the id of an earlier one and another text.
+
+    Raises:
+        InputError: two documents have one id and different texts.
+    """
+    versions: dict[str, str] = {}
+    for document in documents:
+        if versions.setdefault(document.id, document.version) != document.version:
+            raise InputError(f"two documents have the id {document.id!r} and different texts; give each its own id")
+        yield document
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """One piece of a document with its token ids, which are final: nobody tokenises it again."""

@@ -17,7 +17,7 @@ from cacheblend.base.threads import Progress, in_groups
 
 from .catalog import Catalog, Change
 from .config import RetrieverConfig
-from .document import Chunk, ChunkPlace, Document, EmbeddedDocument, ScoredChunk, chunk_places, found_texts
+from .document import Chunk, ChunkPlace, Document, EmbeddedDocument, ScoredChunk, chunk_places, found_texts, with_one_text
 from .embedder import CrossEncoderReranker, Embedder, Reranker, SentenceTransformerEmbedder, checked_between_batches
 from .index import INDEX_FILE, IndexedDocuments, SearchIndex, VectorIndex, fuse_rankings, names
 from .splitter import Splitter
@@ -316,9 +316,4 @@ def _checked(documents: Iterable[Document | Mapping[str, object]]) -> list[Docum
     """The documents that were given; each id has one text."""
     if isinstance(documents, (str, bytes, Mapping, Document)) or not isinstance(documents, Iterable):
         raise InputError(f"documents must be a list of documents, got {type(documents).__name__}; put it in a list")
-    given = [Document.of(raw) for raw in documents]
-    versions: dict[str, str] = {}
-    for document in given:
-        if versions.setdefault(document.id, document.version) != document.version:
-            raise InputError(f"two documents have the id {document.id!r} and different texts; give each its own id")
-    return given
+    return [*with_one_text(map(Document.of, documents))]

@@ -54,14 +54,14 @@ class ReadBatch:
     skipped: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Delivery:
     """Outcome of a batch: documents whose KV is durable, in the remote tier if there is one."""
 
     read: ReadBatch  # without the documents
+    node: str  # of the cluster, where the KV is
     batch: EncodedBatch | None = None  # None for no documents, or an error
     error: str = ""  # why the batch could not be done
-    node: str  # of the cluster, where the KV is
 
 
 def list_files(sources: Sequence[str], skipped: dict[str, str]) -> list[SourceFile]:
@@ -125,14 +125,13 @@ class PrecomputeActor:
         They travel as pickles within a Ray cluster, as its tasks do; none comes from a client, a document or the remote tier.
         """
         read: ReadBatch = pickle.loads(row["batch"])
-        delivery = Delivery(read=replace(read, documents=()), node=self._node)
+        batch, why = None, ""
         try:
             if read.documents:
-                encoded = replace(self._encode(read.documents), chunks={})  # they stand in `embedded` too
-                delivery = replace(delivery, batch=encoded)
+                batch = replace(self._encode(read.documents), chunks={})  # they stand in `embedded` too
         except CacheBlendError as error:
-            delivery = replace(delivery, error=str(error))
-        return {"delivery": pickle.dumps(delivery)}
+            why = str(error)
+        return {"delivery": pickle.dumps(Delivery(replace(read, documents=()), self._node, batch, why))}
 
     def _encode(self, documents: Sequence[Document]) -> EncodedBatch:
         progress = Progress()

@@ -19,8 +19,9 @@ import httpx
 
 from cacheblend.base.errors import ConfigError, InputError, PromptTooLongError, ServiceError
 from cacheblend.base.options import option
-from cacheblend.base.threads import Progress
+from cacheblend.base.threads import Progress, in_groups
 from cacheblend.retriever import Document
+from cacheblend.retriever.document import with_one_text
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -206,17 +207,10 @@ class DocumentEncoder:
 
 def batches(documents: Iterable[Document], batch_documents: int) -> Iterator[list[Document]]:
     """Groups that are ingested at once: `batch_documents`, or fewer if they have `BATCH_CHARACTERS`; an id has one text."""
-    versions: dict[str, str] = {}
-    batch: list[Document] = []
-    for document in documents:
-        if versions.setdefault(document.id, document.version) != document.version:
-            raise InputError(f"two documents have the id {document.id!r} and different texts; give each its own id")
-        batch.append(document)
-        if len(batch) == batch_documents or sum(len(one.text) for one in batch) >= BATCH_CHARACTERS:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+    return in_groups(
+        with_one_text(documents),
+        lambda batch: len(batch) == batch_documents or sum(len(one.text) for one in batch) >= BATCH_CHARACTERS,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
