@@ -94,15 +94,14 @@ class EngineChat:
 
     def _grammar(self, response_format: Any) -> Any:
         """The grammar of OpenAI's `response_format`; None for plain text."""
-        kind = response_format.get("type") if isinstance(response_format, Mapping) else None
-        if response_format is None or kind == "text":
-            return None
-        if kind == "json_object":
-            return self._grammars.json()
-        schema = response_format.get("json_schema") if kind == "json_schema" else None
-        if not isinstance(schema, Mapping) or not isinstance(schema.get("schema"), Mapping):
-            raise InputError('response_format: type must be "json_object", or "json_schema" with json_schema={"schema": {...}}')
-        return self._grammars.json(schema["schema"])
+        match response_format:
+            case None | {"type": "text"}:
+                return None
+            case {"type": "json_object"}:
+                return self._grammars.json()
+            case {"type": "json_schema", "json_schema": {"schema": Mapping() as schema}}:
+                return self._grammars.json(schema)
+        raise InputError('response_format: type must be "json_object", or "json_schema" with json_schema={"schema": {...}}')
 
 
 def report(done: Done) -> dict[str, Any]:

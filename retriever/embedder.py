@@ -176,8 +176,7 @@ class SentenceTransformerEmbedder:
         self._question_model: SentenceTransformer | None = None  # the same weights: no question waits for a batch of others
         # A model's own tokenizer is changed by each use, so one thread at a time has it.
         self._batch_lock, self._question_lock = threading.Lock(), threading.Lock()
-        self._tokenizer: PlainTokenizer | None = None
-        self._window_tokens: int | None = None
+        self._window: tuple[PlainTokenizer, int] | None = None  # of how many tokens; None for a model without a limit
 
     @property
     def dimensions(self) -> int:
@@ -230,8 +229,8 @@ class SentenceTransformerEmbedder:
         if self._model is None:
             model = self._load()
             if model.max_seq_length is not None and hasattr(model.tokenizer, "num_special_tokens_to_add"):
-                self._window_tokens = int(model.max_seq_length) - model.tokenizer.num_special_tokens_to_add()
-                self._tokenizer = PlainTokenizer(model.tokenizer)
+                tokens = int(model.max_seq_length) - model.tokenizer.num_special_tokens_to_add()
+                self._window = PlainTokenizer(model.tokenizer), tokens
             weights = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
             self._question_model = copy.deepcopy(model, weights)
             self._model = model
@@ -247,10 +246,10 @@ class SentenceTransformerEmbedder:
 
     def _windows(self, text: str) -> list[tuple[str, int]]:
         """The windows of a text, each with its number of tokens."""
-        if self._tokenizer is None or self._window_tokens is None:
-            return [(text, 1)]  # a model without a limit
-        windows = self._tokenizer.cut(text, self._window_tokens) or [text]
-        return [(window, max(1, len(self._tokenizer.ids(window)))) for window in windows]
+        if self._window is None:
+            return [(text, 1)]
+        tokenizer, tokens = self._window
+        return [(window, max(1, len(tokenizer.ids(window)))) for window in tokenizer.cut(text, tokens) or [text]]
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import re
 import sqlite3
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -282,8 +282,3 @@ def fuse_rankings(rankings: Iterable[Sequence[int]]) -> list[int]:
         for place, id_ in enumerate(ranking, start=1):
             scores[id_] += 1 / (RRF_K + place)
     return sorted(scores, key=lambda id_: (-scores[id_], id_))
-
-
-def names(text: str) -> Iterator[str]:
-    """The words of a text that begin with a capital letter: the input of a second search."""
-    return (word for word in WORD.findall(text) if word[0].isupper())

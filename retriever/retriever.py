@@ -19,7 +19,7 @@ from .catalog import Catalog, Change
 from .config import RetrieverConfig
 from .document import Chunk, ChunkPlace, Document, EmbeddedDocument, ScoredChunk, chunk_places, found_texts, with_one_text
 from .embedder import CrossEncoderReranker, Embedder, Reranker, SentenceTransformerEmbedder, checked_between_batches
-from .index import INDEX_FILE, IndexedDocuments, SearchIndex, VectorIndex, fuse_rankings, names
+from .index import INDEX_FILE, WORD, IndexedDocuments, SearchIndex, VectorIndex, fuse_rankings
 from .splitter import Splitter
 
 if TYPE_CHECKING:
@@ -298,8 +298,8 @@ class Retriever(IndexedDocuments):
             first = best[: max(1, round(FIRST_ROUND_SHARE * count))]
             chunks = [self._catalog.chunk(id_) for id_ in first]
             texts = [chunk.text for chunk in chunks if chunk.document_id == chunks[0].document_id]
-            if found_names := " ".join(names(" ".join([chunks[0].title, *texts]))):
-                second = words.search(f"{question} {found_names}", count + len(first))
+            if names := [word for word in WORD.findall(" ".join([chunks[0].title, *texts])) if word[0].isupper()]:
+                second = words.search(" ".join([question, *names]), count + len(first))
                 best = [*first, *[id_ for id_ in second if id_ not in first][: count - len(first)], *best[len(first) :]]
         # 3. The chunks themselves, and how near they are.
         best = list(dict.fromkeys(best))[:count]
