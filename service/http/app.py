@@ -11,7 +11,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -209,15 +208,16 @@ class StoppableServer(uvicorn.Server):
 def stop_in_grace(server: Server) -> None:
     """Take nothing new, give up uploads after half of the grace and requests before its end, and end the process after it."""
     began, grace_s = time.monotonic(), server.scheduler.config.grace_s
-    steps: list[tuple[float, Callable[[], None]]] = [
-        (grace_s / 2, lambda: server.uploads.close(wait=False)),
-        (max(grace_s / 2, grace_s - LAST_S), server.give_up),
-        (grace_s + LAST_S, lambda: None),
-    ]
-    server.stop()
-    for after_s, give_up in steps:
+
+    def wait_until(after_s: float) -> None:
         time.sleep(max(0.0, began + after_s - time.monotonic()))
-        give_up()
+
+    server.stop()
+    wait_until(grace_s / 2)
+    server.uploads.close(wait=False)
+    wait_until(grace_s - LAST_S)
+    server.give_up()
+    wait_until(grace_s + LAST_S)
     logger.warning("the service has not ended within grace_s=%g and is cut off; what it has acknowledged is on disk", grace_s)
     os._exit(0)  # threads that compute would abort an exit that waits for nobody
 
