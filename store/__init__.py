@@ -30,7 +30,6 @@ from .prefix_blocks import BLOCK_TOKENS as BLOCK_TOKENS
 from .prefix_blocks import BlockChain as BlockChain
 from .prefix_blocks import PrefixBlocks as PrefixBlocks
 from .prefix_blocks import PrefixRun as PrefixRun
-from .prefix_blocks import chain_root as chain_root
 from .tiers import CACHE_TIERS as CACHE_TIERS
 from .tiers import CacheTier as CacheTier
 from .tiers import Placement as Placement

@@ -6,7 +6,6 @@ Shapes: L layers of one window, H KV heads, T tokens that a layer keeps of a blo
 from __future__ import annotations
 
 import hashlib
-import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,28 +27,18 @@ if TYPE_CHECKING:
     from .chunk import EncodedLayer
 
 BLOCK_TOKENS = 16
-BLOCK_FORMAT = 1
-
-
-def chain_root(*fields: bytes) -> bytes:
-    """The hash that a chain's first block has for its parent: SHA-256 over fields such as the model's fingerprint.
-
-    Chains of different roots have no block in common.
-    """
-    return hashlib.sha256(_packed((struct.pack("<q", BLOCK_FORMAT), *fields))).digest()
 
 
 class BlockChain:
-    """SHA-256 of each full block of a token sequence, over its parent's hash, its tokens and the extra keys; it can grow.
+    """SHA-256 of each full block of a token sequence, over its parent's hash and its tokens; it can grow.
 
     Args:
-        root: see `chain_root`.
-        extra_keys: bytes of the caller's that the KV depends on beside the tokens, or that keep it apart from others': an
-            adapter's id, the hash of an image, a cache salt.
+        model: fingerprint of the model that computes the KV.
+        namespace: whose KV it is. Chains of different models or namespaces have no block in common.
     """
 
-    def __init__(self, root: bytes, extra_keys: Sequence[bytes] = ()) -> None:
-        self._root, self._extra_keys = root, _packed(extra_keys)
+    def __init__(self, model: str, namespace: str = "") -> None:
+        self._root = hashlib.sha256(length_prefixed((model.encode(), namespace.encode()))).digest()
         self._rest: list[int] = []
         self.digests: list[bytes] = []
 
@@ -61,13 +50,8 @@ class BlockChain:
         size = 8 * BLOCK_TOKENS
         for start in range(0, len(packed), size):
             parent = self.digests[-1] if self.digests else self._root
-            self.digests.append(hashlib.sha256(parent + packed[start : start + size] + self._extra_keys).digest())
+            self.digests.append(hashlib.sha256(parent + packed[start : start + size]).digest())
         del self._rest[:full]
-
-
-def _packed(fields: Sequence[bytes]) -> bytes:
-    """The fields after their number; see `length_prefixed`."""
-    return struct.pack("<q", len(fields)) + length_prefixed(fields)
 
 
 def blocks_needed(window: int | None, blocks: int) -> int:

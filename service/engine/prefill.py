@@ -31,7 +31,6 @@ from cacheblend.store import (
     LayerPair,
     PrefixBlocks,
     PrefixRun,
-    chain_root,
 )
 
 from .background_precompute import BackgroundPrecompute
@@ -280,7 +279,7 @@ class PrefixCache:
             limit: at most so many of its tokens may be reused.
             namespace: requests of another one find none of its blocks, and it none of theirs.
         """
-        chain = BlockChain(chain_root(self._model.encode()), (namespace.encode(),))
+        chain = BlockChain(self._model, namespace)
         chain.extend(token_ids)
         with self._blocks.match(token_ids[:limit], chain) as run:
             yield CachedPrefix(self._blocks, chain, run)

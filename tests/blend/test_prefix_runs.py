@@ -12,7 +12,7 @@ from tiny_models import tiny_model
 from cacheblend.base.errors import IncompatibleKVError, InputError
 from cacheblend.blend import FusionConfig, Fusor, LayerKV, LayerSource, ResidentLayers, Segment
 from cacheblend.loader import LayerLoader
-from cacheblend.store import BLOCK_TOKENS, BlockChain, PrefixBlocks, chain_root
+from cacheblend.store import BLOCK_TOKENS, BlockChain, PrefixBlocks
 
 FAMILIES = ("llama", "llama-yarn", "mistral-window", "gemma2", "gemma3", "phi3", "qwen2-window", "qwen3")
 
@@ -33,7 +33,7 @@ def keep(fusor: Fusor, token_ids: list[int], blocks: PrefixBlocks) -> BlockChain
     """Prefill a prompt and put its blocks away."""
     kept = Kept()
     fusor.fuse([Segment(token_ids)], source=kept)
-    chain = BlockChain(chain_root(fusor.fingerprint.encode()))
+    chain = BlockChain(fusor.fingerprint)
     chain.extend(token_ids)
 
     def read(layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:

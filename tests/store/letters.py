@@ -5,11 +5,9 @@ Shapes: H KV heads, T tokens, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from cacheblend.store.prefix_blocks import BLOCK_TOKENS, BlockChain, PrefixBlocks, PrefixRun, chain_root
+from cacheblend.store.prefix_blocks import BLOCK_TOKENS, BlockChain, PrefixBlocks, PrefixRun
 
 HEADS, HEAD_DIM = 2, 3
 FULL: tuple[int | None, ...] = (None, None)
@@ -19,15 +17,14 @@ SHORT: tuple[int | None, ...] = (12, None)  # a window below a block
 MUCH = 2**30
 LAYER_BYTES = 2 * 4 * HEADS * BLOCK_TOKENS * HEAD_DIM
 BLOCK_BYTES = len(FULL) * LAYER_BYTES
-ROOT = chain_root(b"model")
 
 
 def tokens_of(letters: str) -> list[int]:
     return [ord(letter) for letter in letters for _ in range(BLOCK_TOKENS)]
 
 
-def chain(letters: str, extra_keys: Sequence[bytes] = ()) -> BlockChain:
-    made = BlockChain(ROOT, extra_keys)
+def chain(letters: str, namespace: str = "") -> BlockChain:
+    made = BlockChain("model", namespace)
     made.extend(tokens_of(letters))
     return made
 
@@ -47,8 +44,8 @@ def insert(blocks: PrefixBlocks, letters: str, first: int = 0, last: int | None 
     return blocks.insert(chain(letters).digests[:last], first, read)
 
 
-def matched(blocks: PrefixBlocks, letters: str, extra_keys: Sequence[bytes] = ()) -> str:
-    with blocks.match(tokens_of(letters), chain(letters, extra_keys)) as run:
+def matched(blocks: PrefixBlocks, letters: str, namespace: str = "") -> str:
+    with blocks.match(tokens_of(letters), chain(letters, namespace)) as run:
         return "" if run is None else letters[: len(run.digests)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from contextlib import ExitStack
 
 import pytest
@@ -25,7 +24,7 @@ from letters import (
 from cacheblend.base.errors import ConfigError
 from cacheblend.store import InputError, StoreError
 from cacheblend.store.chunk import host_bytes
-from cacheblend.store.prefix_blocks import BLOCK_TOKENS, BlockChain, chain_root
+from cacheblend.store.prefix_blocks import BLOCK_TOKENS, BlockChain
 
 
 @pytest.mark.parametrize(("windows", "seen"), [(FULL, (None, None)), (HYBRID, (32, None, 32, None)), (SHORT, (11, None))])
@@ -46,12 +45,12 @@ def test_a_run_holds_what_was_inserted(windows: tuple[int | None, ...], seen: tu
 
 
 def test_only_a_common_prefix_is_found() -> None:
-    """A prompt finds the blocks that it begins with and no others, of its own extra keys alone."""
+    """A prompt finds the blocks that it begins with and no others, of its own namespace alone."""
     blocks = make()
     insert(blocks, "abc")
     found = {"abcd": "abc", "abc": "abc", "abx": "ab", "ab": "ab", "xbc": "", "bc": "", "": ""}
     assert {letters: matched(blocks, letters) for letters in found} == found
-    assert matched(blocks, "abc", extra_keys=(b"salt",)) == ""
+    assert matched(blocks, "abc", namespace="salt") == ""
     stats = blocks.stats()
     assert [stats[name] for name in ("parts", "bytes", "lookups", "hits")] == [3, 3 * BLOCK_BYTES, 8, 4]
 
@@ -119,12 +118,9 @@ def test_bad_budget(budget_bytes: int) -> None:
         make(budget_bytes=budget_bytes)
 
 
-ROOT = chain_root(b"model", b"exact")
-
-
-def digests(*token_ids: list[int], root: bytes = ROOT, extra_keys: tuple[bytes, ...] = ()) -> list[bytes]:
+def digests(*token_ids: list[int], model: str = "model", namespace: str = "") -> list[bytes]:
     """Hashes of a chain that tokens are appended to."""
-    chain = BlockChain(root, extra_keys)
+    chain = BlockChain(model, namespace)
     for appended in token_ids:
         chain.extend(appended)
     return chain.digests
@@ -132,7 +128,7 @@ def digests(*token_ids: list[int], root: bytes = ROOT, extra_keys: tuple[bytes, 
 
 def test_growing_token_by_token() -> None:
     """A chain that grew a token at a time has the hashes of one made at once."""
-    assert digests(*([token] for token in range(50)), extra_keys=(b"salt",)) == digests(list(range(50)), extra_keys=(b"salt",))
+    assert digests(*([token] for token in range(50)), namespace="salt") == digests(list(range(50)), namespace="salt")
 
 
 def test_a_hash_depends_on_all_that_stands_before() -> None:
@@ -146,10 +142,8 @@ def test_a_hash_depends_on_all_that_stands_before() -> None:
         assert all(one != two for one, two in zip(other[changed:], whole[changed:], strict=True))
 
 
-def test_roots_and_extra_keys_keep_chains_apart() -> None:
-    """Another model, kind, salt, or split of the same bytes into keys shares no block."""
-    tokens = list(range(32))
-    roots = (ROOT, chain_root(b"model", b"blended"), chain_root(b"other", b"exact"), chain_root(b"modele", b"xact"))
-    keys: tuple[tuple[bytes, ...], ...] = ((), (b"",), (b"a",), (b"ab",), (b"a", b"b"), (b"", b"ab"), (b"a\0",))
-    chains = [digests(tokens, root=root, extra_keys=extra_keys) for root, extra_keys in itertools.product(roots, keys)]
-    assert len({digest for chain in chains for digest in chain}) == 2 * len(roots) * len(keys)
+def test_models_and_namespaces_keep_chains_apart() -> None:
+    """Another model or namespace, or another split of the same letters into the two, shares no block."""
+    names = [("model", ""), ("model", "a"), ("model", "ab"), ("modela", "b"), ("modelab", ""), ("other", ""), ("model", "a\0")]
+    chains = [digests(list(range(32)), model=model, namespace=namespace) for model, namespace in names]
+    assert len({digest for chain in chains for digest in chain}) == 2 * len(names)
