@@ -163,12 +163,6 @@ class LayerLoader:
     A `LayerSource` for `Fusor.fuse`: segments may have KV of any tier and KV in memory, mixed. The
     paper's three calls are `fetch_kv` and `synchronize` here, and `Decoder.run_rows` (`prefill_layer`) in the fusor. An error
     while loading is raised by `synchronize`; closing stops the threads. Use it as a context manager, inside the stores' pin.
-
-    Args:
-        config: look-ahead and reads in flight.
-
-    Attributes:
-        load_s: seconds in which reads were under way.
     """
 
     def __init__(self, config: LoaderConfig | None = None) -> None:
@@ -185,7 +179,7 @@ class LayerLoader:
         self._error: BaseException | None = None
         self._tasks: list[Future[None]] = []
         self._done: list[LayerRead] = []
-        self.load_s = 0.0
+        self.load_s = 0.0  # seconds in which reads were under way
 
     @property
     def bytes_by_tier(self) -> dict[str, int]:

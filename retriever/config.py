@@ -18,15 +18,11 @@ RETRIEVALS = ("hybrid", "dense")
 class RetrieverConfig:
     """Settings of a `Retriever`; those that shape the chunks are fixed for the life of a directory.
 
-    Args:
-        directory: where the catalog and the index live, made when missing; None keeps both in memory.
-        separator: text after every chunk, tokenised together with it.
-
     Raises:
         ConfigError: a value is not allowed.
     """
 
-    directory: Path | None = None
+    directory: Path | None = None  # of the catalog, made when missing; None keeps it in memory
     chunk_tokens: int = option(512, "Tokens of the model in a chunk, before its separator; fixed once documents are ingested.")
     chunk_overlap_tokens: int = option(0, "Tokens that a chunk repeats from the end of the one before.")
     split_at: str = option(
@@ -34,7 +30,7 @@ class RetrieverConfig:
         "Where chunks end: at a heading, paragraph or sentence in the last half of chunk_tokens, or at just so many tokens.",
         choices=SPLITS,
     )
-    separator: str = SEPARATOR
+    separator: str = SEPARATOR  # text after every chunk, tokenised together with it
     embedder: str = option(DEFAULT_EMBEDDER, "A sentence-transformers model: a name or a folder.")
     index_budget_bytes: int | None = option(
         None,

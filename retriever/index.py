@@ -51,12 +51,9 @@ def _locked(
 
 
 class IndexedDocuments:
-    """The documents of an index, without a tokenizer or an embedder. Thread-safe; a context manager.
+    """The documents of an index, without a tokenizer or an embedder. Thread-safe; a context manager, which closes the catalog.
 
     A retriever that has the same index open follows what is removed.
-
-    Args:
-        catalog: closed with this object.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -218,20 +215,13 @@ class SearchIndex:
 
     They are built from the catalog at the first question (a second for 4 MB of text), and again if another process has changed
     it; what this process changes is applied.
-
-    Args:
-        catalog: the source of truth.
-        by_words: whether words are searched.
-
-    Attributes:
-        words: None without a search by words.
     """
 
     def __init__(self, catalog: Catalog, *, by_words: bool) -> None:
         self._catalog = catalog
         self._generation = -1  # of the catalog that the indexes show; -1 is nothing yet
         self._vectors: VectorIndex | None = None  # None before the first document
-        self.words = WordIndex() if by_words else None
+        self.words = WordIndex() if by_words else None  # None without a search by words
 
     def current(self) -> VectorIndex | None:
         """Bring both up to date, in a snapshot of the catalog; returns that of vectors, None before the first document.

@@ -19,7 +19,6 @@ from .config import RetrieverConfig
 from .document import Chunk, Document
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 _WHITE_SPACE = " \t\n\r\u2581"  # the last stands for a space in SentencePiece vocabularies
