@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -264,8 +265,7 @@ def _confine() -> None:
 
     with suppress(OSError):  # Linux: where memory is short, this process goes, not the service
         Path("/proc/self/oom_score_adj").write_text("1000")
-    with suppress(ImportError, ValueError, OSError):  # as a system has them
-        resource: Any = importlib.import_module("resource")
+    with suppress(ValueError, OSError):  # as a system has them
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
