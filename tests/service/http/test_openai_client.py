@@ -40,24 +40,6 @@ def test_chat(engine: Engine, openai_client: openai.OpenAI) -> None:
     assert recomputed == pytest.approx(alone.plan.recomputed_tokens, abs=0.1)
 
 
-def test_a_conversation(openai_client: openai.OpenAI) -> None:
-    """A chat's next turn reuses the turns before it, in full blocks; one with another cache salt does not."""
-
-    def chat(*turns: str, cache_salt: str = "") -> Any:
-        roles = ("system", "user", "assistant", "user")
-        messages: Any = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
-        extra = {"num_chunks": 0, "cache_salt": cache_salt, "method": "prefix_cache"}
-        return openai_client.chat.completions.create(model=MODEL, messages=messages, max_tokens=24, extra_body=extra)
-
-    turns = ("Answer as a good friend does. " * 8, QUESTION)
-    first = chat(*turns)
-    turns = (*turns, first.choices[0].message.content or "", "And otherwise?")
-    second, other = chat(*turns), chat(*turns, cache_salt="other")
-    assert first.usage.prompt_tokens_details.cached_tokens == other.usage.prompt_tokens_details.cached_tokens == 0
-    assert second.usage.prompt_tokens_details.cached_tokens >= 64
-    assert second.choices[0].message.content == other.choices[0].message.content
-
-
 def test_documents_of_the_request(engine: Engine, openai_client: openai.OpenAI) -> None:
     """A request that brings documents is answered over those, all of them, in their order."""
     documents = [{key: document[key] for key in ("title", "text")} for document in DOCUMENTS[:2]]
@@ -130,10 +112,8 @@ def test_embeddings(engine: Engine, openai_client: openai.OpenAI) -> None:
     """OpenAI's client gets the embedder's very vectors, as floats and in the base64 that it asks for by itself."""
     texts = [QUESTION, "Another text, of other words.", "  注意力机制 and naïve café 🙂 "]
     expected = engine.retriever.embedder.encode(texts)
-    name = engine.retriever.embedder.name
-    for options in ({"model": name}, {"model": MODEL, "encoding_format": "float"}, {"model": name, "dimensions": 384}):
-        if "dimensions" in options:
-            options["dimensions"] = engine.retriever.embedder.dimensions
+    name, size = engine.retriever.embedder.name, engine.retriever.embedder.dimensions
+    for options in ({"model": name}, {"model": MODEL, "encoding_format": "float"}, {"model": name, "dimensions": size}):
         answer = openai_client.embeddings.create(input=texts, **options)
         assert [one.index for one in answer.data] == [0, 1, 2]
         np.testing.assert_allclose(np.array([one.embedding for one in answer.data]), expected, rtol=1e-6)
