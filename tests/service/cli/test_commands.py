@@ -33,10 +33,11 @@ def test_ingest_ask_and_store(run: CommandLine, passages: Path) -> None:
     answer = run.on_store("ask", QUESTION, "--num-chunks", "3", "--max-tokens", "4", "--recompute-ratio", "0.15", "--json").json
     assert answer["plan"]["hits"] == 3
     assert len(answer["token_ids"]) == 4
-    assert "(score " in run.on_store("ask", QUESTION, "--num-chunks", "2", "--method", "full_recompute").out
-    nothing = run.on_store("ask", QUESTION, "--max-tokens", "4", "--min-score", "1")
+    short = ("ask", QUESTION, "--max-tokens", "4")
+    assert "(score " in run.on_store(*short, "--num-chunks", "2", "--method", "full_recompute").out
+    nothing = run.on_store(*short, "--min-score", "1")
     assert (nothing.code, "no chunk reached --min-score" in nothing.out) == (0, True)
-    assert "the prompt is short" in run.on_store("ask", QUESTION).out
+    assert "the prompt is short" in run.on_store(*short).out
     of_answer = answer["chunks"][0]
     first_line, last_line = of_answer["lines"]
     [text] = [document["text"] for document in DOCUMENTS if document["title"] == of_answer["title"]]
