@@ -7,10 +7,10 @@ from typing import Literal
 import pytest
 import torch
 from prompts import BOS, rag_prompt
+from reference import blend, precompute
 from tiny_models import tiny_model
 
 from cacheblend.blend import FusionConfig, Fusor
-from cacheblend.blend.reference import blend, precompute
 
 SELECTORS = {"question": "question_attention", "deviation": "gradual"}
 

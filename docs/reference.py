@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from .selectors import Schedule
+from cacheblend.blend.selectors import Schedule
 
 Tensor = torch.Tensor
 KV = list[tuple[Tensor, Tensor]]  # keys and values (H, T, D) of each layer
