@@ -1,9 +1,9 @@
 """GGUF files: which of them can be blended, and their conversion into a model folder that loads fast.
 
 A GGUF file holds quantised weights, their architecture, and usually a tokenizer. Transformers needs half a minute to read one
-of 135 M parameters. So a file is converted once, into a folder of the user's cache that is named by its SHA-256;
-later loads take the folder. Its weights are float32, which holds every dequantised value exactly; its config names bfloat16 for
-a quantised file, the dtype that such a model may run in.
+of 135 M parameters. So a file is converted once, into a folder of the user's cache that is named by its SHA-256; later loads
+take the folder. Its weights have the file's dtype, or bfloat16 if they are quantised: no coarser than the blocks that they come
+from, and half of float32's bytes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from tokenizers import pre_tokenizers
 
 from cacheblend.base.errors import InputError, StoreError, UnsupportedModelError, needs_extra
 from cacheblend.base.files import sync_folder, user_cache_folder
+from cacheblend.base.threads import Note
 from cacheblend.store.layout import WriteLock
 
 from .families import file_digest
 
 logger = logging.getLogger(__name__)
+logging.getLogger("transformers.quantizers.quantizer_gguf").setLevel(logging.ERROR)  # it advises float32 for packed weights
 
 # llama.cpp's names of the verified families that transformers reads from GGUF; each goes there and back in the tests.
 ARCHITECTURES = ("gemma2", "gemma3", "llama", "phi3", "qwen2", "qwen3")
@@ -137,22 +139,28 @@ def _sync_files(folder: Path) -> None:
     sync_folder(folder)
 
 
-def convert_into(folder: Path, path: Path, origin: Mapping[str, object]) -> None:
+def convert_into(
+    folder: Path, path: Path, origin: Mapping[str, object], dtype: str | None = None, on_progress: Note = lambda *_: None
+) -> None:
     """Write a GGUF file's model and tokenizer into a folder that transformers loads, with `origin` beside them.
 
-    The tokenizer is the one whose files lie beside the GGUF file, else the one in it.
+    The tokenizer is the one whose files lie beside the GGUF file, else the one in it. Its weights are stored in `dtype`, left
+    out in the header's, in which the model runs; they are dequantised one by one, in a few times the memory of the largest one.
 
     Raises:
         InputError, UnsupportedModelError: see `read_header`; or the file lacks weights or a tokenizer.
     """
+    on_progress("convert", 0, 1)
     header = read_header(path)
     if not header.has_tokenizer and not has_tokenizer_files(path.parent):
         raise InputError(f"{path} holds no tokenizer; put the model's tokenizer.json and tokenizer_config.json beside it")
     source: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
+    stored = getattr(torch, dtype or header.dtype)
     try:
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            str(path.parent), **source, dtype=torch.float32, output_loading_info=True
-        )
+        with _reported(on_progress):
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                str(path.parent), **source, dtype=stored, output_loading_info=True
+            )
     except Exception as error:  # whatever shapes and values that do not fit run into
         raise InputError(f"{path} cannot be read ({type(error).__name__}: {error}); {_FOLDER_ONLY}") from error
     model, report = loaded
@@ -169,6 +177,25 @@ def convert_into(folder: Path, path: Path, origin: Mapping[str, object]) -> None
     (folder / "config.json").write_text(json.dumps({**config, "dtype": header.dtype}, indent=2), encoding="utf-8")
     _tokenizer(path, header, source, model.config.vocab_size).save_pretrained(str(folder))
     (folder / ORIGIN).write_text(json.dumps(origin, indent=2), encoding="utf-8")
+    on_progress("convert", 1, 1)
+
+
+@contextmanager
+def _reported(on_progress: Note) -> Iterator[None]:
+    """Transformers reports each tensor that it converts to `on_progress`, and shows no bar of its own."""
+    from transformers import modeling_gguf_pytorch_utils as loader
+
+    def bar(tensors: Sequence[object], **_: object) -> Iterator[object]:
+        for number, tensor in enumerate(tensors):
+            on_progress("convert", number, len(tensors))
+            yield tensor
+
+    own = vars(loader)["tqdm"]
+    vars(loader)["tqdm"] = bar
+    try:
+        yield
+    finally:
+        vars(loader)["tqdm"] = own
 
 
 def read_header(path: Path) -> GGUFHeader:
