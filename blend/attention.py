@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -171,16 +172,17 @@ def attend(
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks_Q: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention output (1, S, Q, D) of the rows, in the queries' dtype.
 
     Queries and keys are rotated. Keys and values of positions that no row sees may be anything.
 
     Scores are multiplied by `scaling`, and with `softcap` become softcap * tanh(scores / softcap). A row sees itself and the
-    `window - 1` positions before it; None for all.
+    `window - 1` positions before it; None for all. A query head's sink is the score of no key, which takes part in the softmax.
     """
     windowed = window is not None and int(rows.positions_S[-1]) >= window
-    if rows.is_contiguous and rows.first * SKIPPED_PART <= len(rows) and not windowed and softcap is None:
+    if rows.is_contiguous and rows.first * SKIPPED_PART <= len(rows) and not windowed and softcap is None and sinks_Q is None:
         stop = rows.first + len(rows)
         # This call equals transformers' sdpa path, so that ratio 1.0 runs full prefill's own kernel. Its causal mask begins
         # at position 0; outputs of the few positions before the rows are dropped.
@@ -191,23 +193,24 @@ def attend(
         return out_1QND[:, :, rows.first :].transpose(1, 2).contiguous()
     kernel = row_kernel(q_1QSD.dtype, q_1QSD.device, q_1QSD.shape[-1])
     if kernel is not None and v_1HND.shape[-1] == q_1QSD.shape[-1]:
-        return kernel.attend(q_1QSD, k_1HND, v_1HND, rows.positions_S, scaling=scaling, window=window, softcap=softcap)
+        scores: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sinks_Q": sinks_Q}
+        return kernel.attend(q_1QSD, k_1HND, v_1HND, rows.positions_S, window=window, **scores)
     # The G query heads of a KV head stand side by side as rows, X = B x G of a block, so that its keys are read once.
     q_HSGD = q_1QSD[0].unflatten(0, (k_1HND.shape[1], -1)).transpose(1, 2)
     groups, outputs = q_HSGD.shape[2], list[torch.Tensor]()
-    by_products = softcap is not None or (q_1QSD.device.type == "cpu" and q_1QSD.dtype in HALF)
+    by_products = softcap is not None or sinks_Q is not None or (q_1QSD.device.type == "cpu" and q_1QSD.dtype in HALF)
     for block in rows.masked_blocks(None if by_products else groups, window if windowed else None, q_1QSD.dtype):
         q_HXD = q_HSGD[:, block.rows].flatten(1, 2)
         k_HKD, v_HKD = k_1HND[0, :, block.start : block.stop], v_1HND[0, :, block.start : block.stop]
         if by_products:
-            out_HXD = torch.matmul(attention_weights(q_HXD, k_HKD, block, scaling, softcap), v_HKD)
+            out_HXD = torch.matmul(attention_weights(q_HXD, k_HKD, block, scaling, softcap, sinks_Q), v_HKD)
         else:
             bias_11XK = block.bias_BGT.flatten(0, 1)[None, None]
             out_HXD = torch.nn.functional.scaled_dot_product_attention(
                 q_HXD[None], k_HKD[None], v_HKD[None], attn_mask=bias_11XK, scale=scaling
             )[0]
         outputs.append(out_HXD.unflatten(1, (-1, groups)))
-    return torch.cat(outputs, dim=1).transpose(0, 1).flatten(1, 2)[None]
+    return torch.cat(outputs, dim=1).transpose(0, 1).flatten(1, 2)[None].contiguous()
 
 
 def _mask(block: Rows, groups: int, start: int, stop: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -227,7 +230,12 @@ def _mask(block: Rows, groups: int, start: int, stop: int, window: int | None, d
 
 
 def attention_weights(
-    q_HXD: torch.Tensor, k_HKD: torch.Tensor, block: Block, scaling: float, softcap: float | None
+    q_HXD: torch.Tensor,
+    k_HKD: torch.Tensor,
+    block: Block,
+    scaling: float,
+    softcap: float | None = None,
+    sinks_Q: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Softmax weights (H, X, K) of a block's rows over its keys, in the queries' dtype; X = B x G."""
     q_HXD = q_HXD * scaling
@@ -239,7 +247,11 @@ def attention_weights(
     if softcap is not None:
         scores_HXK = torch.tanh(scores_HXK / softcap) * softcap
     scores_HXK.unflatten(1, (len(block.bias_BGT), -1))[..., block.hidden_from :] += block.bias_BGT
-    return torch.softmax(scores_HXK, dim=-1, out=scores_HXK)
+    if sinks_Q is None:
+        return torch.softmax(scores_HXK, dim=-1, out=scores_HXK)
+    heads, rows, _ = scores_HXK.shape
+    sinks_HX1 = sinks_Q.to(scores_HXK.dtype).view(heads, 1, -1).expand(-1, len(block.bias_BGT), -1).reshape(heads, rows, 1)
+    return torch.softmax(torch.cat([scores_HXK, sinks_HX1], dim=-1), dim=-1)[..., :-1]
 
 
 class HeadRows(ctypes.Structure):
@@ -260,7 +272,7 @@ class RowKernel:
         if library.prepare() != 0:
             raise OSError("the system does not let this process use AMX")
         self._rotate = function(library, "rotate", "pllllppllii")
-        self._call = function(library, "row_attention", "ppppllllffippl", fails=True)
+        self._call = function(library, "row_attention", "ppppllllffpippl", fails=True)
 
     def attend(
         self,
@@ -272,6 +284,7 @@ class RowKernel:
         scaling: float,
         window: int | None,
         softcap: float | None,
+        sinks_Q: torch.Tensor | None = None,
         weights_QN: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention output (1, S, Q, D); the arguments are those of the function `attend`, the rows a sorted LongTensor.
@@ -283,6 +296,7 @@ class RowKernel:
         positions_S = positions_S.contiguous()
         out_1SQD = q_1QSD.new_empty(1, rows, heads, size)
         kv_heads = k_1HND.shape[1]
+        sinks_Q = None if sinks_Q is None else sinks_Q.float().contiguous()
         failed = self._call(
             *(ctypes.byref(HeadRows.of(x)) for x in operands),
             positions_S.data_ptr(),
@@ -292,6 +306,7 @@ class RowKernel:
             window or ALL_KEYS,
             scaling,
             softcap or 0.0,
+            None if sinks_Q is None else sinks_Q.data_ptr(),
             torch.get_num_threads(),
             out_1SQD.data_ptr(),
             None if weights_QN is None else weights_QN.data_ptr(),
@@ -368,7 +383,7 @@ def _load(dtype: torch.dtype, head_size: int) -> RowKernel | None:
 
 
 def _error_of(kernel: RowKernel, dtype: torch.dtype, head_size: int) -> float:
-    """The largest difference from attention in float32, for a case with window and soft-capping and one without."""
+    """The largest difference from attention in float32, for cases with and without window, soft-capping and sinks."""
     generator = torch.Generator().manual_seed(0)
     kv_heads, groups, keys = 2, 3, 601
     positions_S = torch.cat([torch.arange(0, keys, 23), torch.tensor([keys - 2, keys - 1])]).unique()
@@ -378,16 +393,19 @@ def _error_of(kernel: RowKernel, dtype: torch.dtype, head_size: int) -> float:
         for heads, count in ((kv_heads * groups, len(positions_S)), (kv_heads, keys), (kv_heads, keys))
     )
     k_1QND, v_1QND = (x.float().repeat_interleave(groups, 1) for x in (k_1HND, v_1HND))
-    for window, softcap in ((None, None), (300, 2.0)):
+    sinks_Q = torch.linspace(-1, 2, kv_heads * groups)
+    for window, softcap, sinks in ((None, None, None), (300, 2.0, None), (300, None, sinks_Q), (None, 2.0, sinks_Q)):
         scores = q_1QSD.float() @ k_1QND.transpose(2, 3) * head_size**-0.5
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         hidden_SN = (keys_N > rows_S1) | (keys_N <= rows_S1 - (window or ALL_KEYS))
-        weights = torch.softmax(scores.masked_fill(hidden_SN, -torch.inf), -1)
+        scores = scores.masked_fill(hidden_SN, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(1, -1, len(positions_S), 1)], -1)
+        weights = torch.softmax(scores, -1)[..., :keys]
         expected = (weights @ v_1QND).transpose(1, 2)
         last_QN = torch.zeros(kv_heads * groups, keys)
-        got = kernel.attend(
-            q_1QSD, k_1HND, v_1HND, positions_S, scaling=head_size**-0.5, window=window, softcap=softcap, weights_QN=last_QN
-        )
+        how: dict[str, Any] = {"scaling": head_size**-0.5, "window": window, "softcap": softcap, "sinks_Q": sinks}
+        got = kernel.attend(q_1QSD, k_1HND, v_1HND, positions_S, weights_QN=last_QN, **how)
         errors += [(got - expected).abs().max(), (last_QN - weights[0, :, -1]).abs().max()]
     return float(torch.stack(errors).max())

@@ -89,9 +89,9 @@ static inline Floats soften(Floats x, float cap) {
     return (Floats)((Ints)size | sign);
 }
 
-/* The G queries of one KV head over `tokens` keys; `weights` has room for G rows of `room` numbers, whole vectors. */
+/* The G queries of one KV head over `tokens` keys, and their sinks or NULL; `weights` has room for G rows of `room` numbers, whole vectors. */
 static void attend_head(const Element *q, int64_t q_head, const Element *k, const Element *v, int64_t tokens, float scaling,
-                        float softcap, Element *out, float *weights, int64_t room) {
+                        float softcap, const float *sinks, Element *out, float *weights, int64_t room) {
     Floats queries[GROUPS][VECTORS], sums[GROUPS][VECTORS];
     UNROLL for (int g = 0; g < GROUPS; g++) UNROLL for (int c = 0; c < VECTORS; c++)
         queries[g][c] = load(q + g * q_head + WIDTH * c) * scaling;
@@ -122,13 +122,15 @@ static void attend_head(const Element *q, int64_t q_head, const Element *k, cons
         }
         float largest = most[0];
         for (int j = 1; j < WIDTH; j++) largest = most[j] > largest ? most[j] : largest;
+        if (sinks != NULL && sinks[g] > largest) largest = sinks[g];
         for (int64_t i = 0; i < room; i += WIDTH) {
             memcpy(&x, row + i, sizeof x);
             x = exponential(x - largest);
             total += x;
             memcpy(row + i, &x, sizeof x);
         }
-        float part = 1.0f / add_up(total);
+        float of_sink = sinks == NULL ? 0.0f : exponential((Floats){0} + (sinks[g] - largest))[0];
+        float part = 1.0f / (add_up(total) + of_sink);
         for (int64_t i = 0; i < tokens; i++) row[i] *= part;
     }
     UNROLL for (int g = 0; g < GROUPS; g++) UNROLL for (int c = 0; c < VECTORS; c++) sums[g][c] = (Floats){0};
@@ -157,9 +159,9 @@ typedef struct {
     int64_t row, head;
 } New;
 
-/* Appends every sequence's key and value and writes its output, (R, H x G, D). Returns 0, or 1 where memory is short. */
+/* Appends every sequence's key and value and writes its output, (R, H x G, D). `sinks` are (H x G) scores of no key, or NULL. Returns 0, or 1 where memory is short. */
 int decode_attention(const New *q, const New *k, const New *v, const Sequence *sequences, int count, int kv_heads, float scaling,
-                     float softcap, int threads, Element *out) {
+                     float softcap, const float *sinks, int threads, Element *out) {
     int64_t room = 0;
     for (int r = 0; r < count; r++) {
         int64_t tokens = sequences[r].used + 1 - sequences[r].first;
@@ -177,7 +179,8 @@ int decode_attention(const New *q, const New *k, const New *v, const Sequence *s
         memcpy(values + one.used * HEAD_SIZE, v->at + r * v->row + h * v->head, HEAD_SIZE * sizeof(Element));
         int64_t tokens = one.used + 1 - one.first;
         attend_head(q->at + r * q->row + h * GROUPS * q->head, q->head, keys + one.first * HEAD_SIZE,
-                    values + one.first * HEAD_SIZE, tokens, scaling, softcap, out + task * GROUPS * (int64_t)HEAD_SIZE,
+                    values + one.first * HEAD_SIZE, tokens, scaling, softcap,
+                    sinks == NULL ? NULL : sinks + h * GROUPS, out + task * GROUPS * (int64_t)HEAD_SIZE,
                     weights + omp_get_thread_num() * GROUPS * room, (tokens + WIDTH - 1) / WIDTH * WIDTH);
     }
     free(weights);

@@ -1,8 +1,9 @@
 """A Hugging Face decoder run layer by layer on chosen rows: the one file that knows transformers' internals.
 
 Nothing of an architecture is copied here. A second module tree shares the model's parameters but has its own config, whose
-attention implementation is ours; decoder layers, rotary function, embedding and head are the model's own code. The model
-itself is not changed, so it serves as the reference and for decoding while the tree runs in other threads.
+attention implementation is ours; decoder layers, rotary function, embedding and head are the model's own code. Stand-ins in
+the place of its layers note what the decoder gives to each, and hand it the last layer's output. The model itself is not
+changed, so it serves as the reference and for decoding while the tree runs in other threads.
 
 Shapes: H KV heads, S rows, N tokens, D head size, M hidden size, V vocabulary.
 """
@@ -11,9 +12,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,25 +23,41 @@ import torch
 import transformers
 from torch import nn
 
+from .anatomy import PROBED, Attended, LayerAnatomy, LayerCall, Pair, Probe, Projection, UnblendableError, examine
 from .attention import Rows
 from .cpu_modules import PackedLinear, is_worth_packing, packed, with_fused_norms
-from .generation import DecodePass, SequenceKV, decode_kernel
+from .families import rope_parameters
+from .generation import DecodeKernel, DecodePass, OneSequencePass, SequenceKV, decode_kernel
 from .interfaces import CosSin, KVGeometry, LayerKV, ModelRunner
 from .layer_passes import IsolatedPass, LayerPass, QuestionPass, RowsPass, Run, SharedPrefix, prefix_mask, runs
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
-    from transformers.modeling_outputs import MoeModelOutputWithPast
 
 IMPLEMENTATION = "cacheblend"
 # Rows of layer 0 in one attention call, and in one MLP call: attention is fastest in one call from position 0 on, the MLP in
 # pieces whose activations fit the processor's caches.
 ROWS_AT_ONCE = 4096
 MLP_ROWS_AT_ONCE = 1024
+# Rotary embeddings that change with a prompt's length, beyond the length that the model was first trained on.
+LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 
 
-def _attention(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, *, layer_pass: LayerPass, **kw: Any) -> tuple[Any, None]:
-    return layer_pass.attend(module, q, k, v, mask, **kw), None
+class _Thread(threading.local):
+    """What a thread is about: the pass whose attention runs, the calls of layers noted, the hidden state for the head."""
+
+    layer_pass: LayerPass
+    calls: list[GivenCall]
+    order: list[int]  # of the layers called
+    hidden: torch.Tensor
+
+
+_THREAD = _Thread()
+GivenCall = tuple[tuple[Any, ...], dict[str, Any]]  # a layer's arguments
+
+
+def _attention(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, **kw: Any) -> tuple[Any, None]:
+    return _THREAD.layer_pass.attend(module, query, key, value, attention_mask, **kw), None
 
 
 @functools.cache
@@ -56,115 +74,276 @@ class _RowPieces(nn.Module):
         super().__init__()
         self.mlp = mlp
 
-    def forward(self, hidden_RSM: torch.Tensor) -> torch.Tensor:
-        if hidden_RSM.shape[1] <= MLP_ROWS_AT_ONCE:
-            output: torch.Tensor = self.mlp(hidden_RSM)
-            return output
-        return torch.cat([self.mlp(piece) for piece in hidden_RSM.split(MLP_ROWS_AT_ONCE, dim=1)], dim=1)
+    def forward(self, hidden_RSM: torch.Tensor, *more: Any) -> Any:
+        if hidden_RSM.shape[1] <= MLP_ROWS_AT_ONCE or more:
+            return self.mlp(hidden_RSM, *more)
+        outputs = [self.mlp(piece) for piece in hidden_RSM.split(MLP_ROWS_AT_ONCE, dim=1)]
+        if isinstance(outputs[0], tuple):  # mixtures return what their router said beside
+            return torch.cat([output[0] for output in outputs], dim=1), None
+        return torch.cat(outputs, dim=1)
 
 
-class _GivenHidden(nn.Module):
-    """Replaces the decoder, so that the causal-LM class's own forward turns a hidden state into logits."""
+class _Entered(Exception):  # noqa: N818  # a signal, no error
+    """The decoder has given their inputs to as many layers as were asked about."""
 
-    def __init__(self, norm: nn.Module) -> None:
+
+class _Entrance(nn.Module):
+    """Stands in for a layer: notes its call; the last one ends the forward. Attributes are the layer's."""
+
+    def __init__(self, layer: nn.Module, index: int, *, is_last: bool) -> None:
         super().__init__()
-        self.norm = norm
+        self._of, self._index, self._is_last = (layer,), index, is_last  # in a tuple: no submodule
 
-    def forward(self, inputs_embeds: torch.Tensor, **_: object) -> MoeModelOutputWithPast:
-        from transformers.modeling_outputs import MoeModelOutputWithPast
+    def __getattr__(self, name: str) -> Any:
+        return getattr(super().__getattribute__("_of")[0], name)
 
-        return MoeModelOutputWithPast(last_hidden_state=self.norm(inputs_embeds))
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        _THREAD.calls.append((args, kwargs))
+        _THREAD.order.append(self._index)
+        if self._is_last:
+            raise _Entered
+        hidden: torch.Tensor = args[0] if args else kwargs["hidden_states"]
+        return hidden
+
+
+class _Exit(nn.Module):
+    """Stands in for all layers: returns the thread's hidden state, for norm and head."""
+
+    def __init__(self, layer: nn.Module, *, as_tuple: bool) -> None:
+        super().__init__()
+        self._of, self._as_tuple = (layer,), as_tuple
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(super().__getattribute__("_of")[0], name)
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return (_THREAD.hidden,) if self._as_tuple else _THREAD.hidden
 
 
 class Decoder:
-    """The `ModelRunner` over a Hugging Face causal LM, whose parameters it shares; config and modules are not touched."""
+    """The `ModelRunner` over a Hugging Face causal LM, whose parameters it shares; config and modules are not touched.
+
+    A row's state is its hidden state, and behind it the row's other inputs of all layers, where a family has such (Gemma 3n).
+
+    Attributes:
+        anatomy: what each layer caches, rotates and reads.
+
+    Raises:
+        UnblendableError: what a layer does with its KV cannot be found out.
+    """
+
+    anatomy: list[LayerAnatomy]
 
     def __init__(self, model: PreTrainedModel) -> None:
         _register_attention()
         self._reference_config = model.config
         self.config = model.config.get_text_config(decoder=True)
-        shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        causal_lm = copy.deepcopy(model, shared)
-        causal_lm.set_attn_implementation(IMPLEMENTATION)
-        base = causal_lm.get_decoder()
-        layers: list[Any] = [with_modules(layer, mlp=_RowPieces(layer.mlp)) for layer in base.layers]
-        self._rotary: nn.Module = base.rotary_emb
-        self.apply_rotary: Callable[..., CosSin] = vars(sys.modules[type(base).__module__])["apply_rotary_pos_emb"]
-        # Without layers and norm, the decoder's own forward is its embedding, multipliers included.
-        self._embedding = with_modules(base, layers=nn.ModuleList(), norm=nn.Identity())
-        head = with_modules(causal_lm, **{causal_lm.base_model_prefix: _GivenHidden(base.norm)})
-        if is_worth_packing(model):
-            layers, head = list(map(packed, layers)), packed(head)
-        self._layers, self._head = layers, head
-        # Decoding and chosen rows run fused norms; contiguous rows run the model's own norms, bit for bit.
-        self._fused_layers, self._fused_head = [with_fused_norms(layer) for layer in self._layers], with_fused_norms(self._head)
-        cache_layers: list[Any] = self.empty_cache().layers
-        self.windows: list[int | None] = [layer.sliding_window if layer.is_sliding else None for layer in cache_layers]
-        self._accepts_layer_type = "layer_type" in inspect.signature(self._rotary.forward).parameters
-        self.layer_types: list[Hashable] = list(self.config.layer_types) if self._accepts_layer_type else [None] * len(layers)
         self.dtype, self.device = model.dtype, next(model.parameters()).device
-        attention: Any = layers[0].self_attn
+        shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        tree = copy.deepcopy(model, shared)
+        tree.set_attn_implementation(IMPLEMENTATION)
+        owner, name = _place_of_layers(tree, int(self.config.num_hidden_layers))
+        layer_list: Any = tree.get_submodule(owner)._modules[name]
+        plain: list[Any] = list(layer_list)
+        tree.get_submodule(owner)._modules[name] = nn.ModuleList()
+        exit_tree = copy.deepcopy(tree, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+        self._entrance, self._entrances = tree, (tree.get_submodule(owner), name)
+        with torch.no_grad():
+            as_tuple = self._examine(plain)
+        exit_tree.get_submodule(owner)._modules[name] = nn.ModuleList([_Exit(plain[-1], as_tuple=as_tuple)])
+        layers = [with_modules(layer, mlp=_RowPieces(layer.mlp)) if hasattr(layer, "mlp") else layer for layer in plain]
+        if is_worth_packing(model):
+            layers = list(map(packed, layers))
+            if type(model.get_output_embeddings()) is nn.Linear:
+                exit_tree.set_output_embeddings(PackedLinear(exit_tree.get_output_embeddings()))
+        self._layers, self._exit = layers, exit_tree
+        with torch.no_grad():
+            self._projectors = [self._projector(layer) for layer in range(self.geometry.layers)]
+        # Decoding and chosen rows run fused norms; contiguous rows run the model's own norms, bit for bit.
+        self._fused_layers, self._fused_exit = [with_fused_norms(layer) for layer in self._layers], with_fused_norms(exit_tree)
+        attention = self.anatomy[0].attention
         eager = vars(sys.modules[type(attention).__module__]).get("eager_attention_forward")
-        self._own_attention: Any = transformers.AttentionInterface().get(str(model.config._attn_implementation), eager)
-        kv_heads = int(self.config.num_key_value_heads)
-        self.geometry = KVGeometry(len(layers), kv_heads, int(attention.head_dim), self.dtype, self.device)
+        self._own_attention: Any = transformers.AttentionInterface().get(str(self.config._attn_implementation), eager)
         self.vocab_size = int(self.config.vocab_size)
-        self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
+        self.max_positions = _max_positions(self.config)
         # About the multiply-adds of a row through a layer, without attention scores; experts that a row does not visit count.
-        self.layer_parameters = sum(parameter.numel() for parameter in base.layers[-1].parameters())
-        self._decode_kernel = decode_kernel(self.geometry, int(self.config.num_attention_heads))
+        self.layer_parameters = sum(parameter.numel() for parameter in plain[-1].parameters())
+        self._decode_kernels = [self._decode_kernel(layer, anatomy) for layer, anatomy in enumerate(self.anatomy)]
+
+    def _examine(self, plain: list[Any]) -> bool:
+        """Set `anatomy` and all that follows from it; returns whether layers return tuples."""
+        positions_S = torch.tensor(PROBED, device=self.device)
+        every = list(plain)
+        self._stand_in([_Entrance(layer, index, is_last=layer is every[-1]) for index, layer in enumerate(every)])
+        token_ids_S = torch.arange(len(PROBED), device=self.device) % int(self.config.vocab_size)
+        given = self._enter(token_ids_S, positions_S)
+        self._calls = calls = [LayerCall(args, kwargs, len(PROBED)) for args, kwargs in given]
+        order = _THREAD.order
+        if order != sorted(set(order)):
+            raise UnblendableError("its decoder runs a layer more than once")
+        plain[:] = [every[index] for index in order]  # a decoder may leave layers out, as those that look at images
+        self._parallel = calls[0].hidden.shape[0] if calls[0].hidden.ndim == 4 else 1
+        self._hidden_size = self._parallel * calls[0].hidden.shape[-1]
+        self._has_extra = calls[0].extra is not None
+        state_1SM = self._state(given)
+        if not torch.equal(state_1SM, self._state(self._enter(token_ids_S, positions_S + 1))):
+            raise UnblendableError("positions are in its embeddings, so that stored KV cannot be moved")
+        tables: list[tuple[Hashable, CosSin]] = [
+            (id(call.tables), call.form.read(call.tables, len(PROBED), self.device)) for call in calls
+        ]
+
+        def run(layer: int, cos_sin: CosSin, probe: Any) -> Any:
+            try:
+                return self._run(plain[layer], layer, state_1SM, positions_S, cos_sin, probe)
+            except Attended:
+                return None
+            except (RuntimeError, AttributeError, TypeError, KeyError, IndexError, ValueError) as error:
+                raise UnblendableError(f"its layers do not run one by one: {error}") from error
+
+        self.anatomy = examine(run, tables)
+        as_tuple = isinstance(run(0, tables[0][1], Probe({}, stops=False)), tuple)
+        self.layer_types: list[Hashable] = [anatomy.kind for anatomy in self.anatomy]
+        self._first_of_table = {table: layer for layer, (table, _) in reversed(list(enumerate(tables)))}
+        self._table_of_layer = [table for table, _ in tables]
+        last = len(plain) - 1 if self._has_extra else max(self._first_of_table.values())
+        needed = every[: order[last] + 1]
+        self._stand_in([_Entrance(layer, index, is_last=layer is needed[-1]) for index, layer in enumerate(needed)])
+        keeping = [anatomy for layer, anatomy in enumerate(self.anatomy) if anatomy.source == layer]
+        cache_layers: list[Any] = self.empty_cache().layers
+        self.windows: list[int | None] = [
+            layer.sliding_window if layer.is_sliding else None
+            for layer in (cache_layers[anatomy.cache_index] for anatomy in keeping)
+        ]
+        heads = tuple((anatomy.key_heads, anatomy.head_dim) for anatomy in keeping)
+        self.geometry = KVGeometry(
+            len(keeping),
+            *heads[0],
+            self.dtype,
+            self.device,
+            heads_of_layers=heads if len(set(heads)) > 1 else (),
+            shared=tuple(anatomy.source for anatomy in self.anatomy[len(keeping) :]),
+        )
+        return as_tuple
+
+    def _stand_in(self, entrances: list[_Entrance]) -> None:
+        owner, name = self._entrances
+        owner._modules[name] = nn.ModuleList(entrances)
+
+    def _enter(self, token_ids_S: torch.Tensor, positions_S: torch.Tensor) -> list[GivenCall]:
+        """What the decoder gives to its layers for these tokens."""
+        _THREAD.calls, _THREAD.order = [], []
+        with suppress(_Entered):
+            self._entrance(input_ids=token_ids_S[None], position_ids=positions_S[None], use_cache=False)
+        return _THREAD.calls
+
+    def _state(self, given: list[GivenCall]) -> torch.Tensor:
+        """Rows' state (1, S, M) at layer 0."""
+        hidden = self._calls[0].hidden_of(*given[0])
+        if self._parallel > 1:
+            hidden = hidden.permute(1, 2, 0, 3).flatten(2)
+        if self._has_extra:
+            extras = [call.extra_of(*own).flatten(2) for call, own in zip(self._calls, given, strict=True)]
+            hidden = torch.cat([hidden, *extras], dim=-1)
+        return hidden
+
+    def _hidden(self, state_1SM: torch.Tensor) -> torch.Tensor:
+        """The hidden state in a state, as layers take it."""
+        hidden = state_1SM[..., : self._hidden_size] if self._has_extra else state_1SM
+        return hidden.unflatten(-1, (self._parallel, -1)).permute(2, 0, 1, 3) if self._parallel > 1 else hidden
+
+    def _extra(self, state_1SM: torch.Tensor, layer: int) -> torch.Tensor | None:
+        if not self._has_extra:
+            return None
+        size = (state_1SM.shape[-1] - self._hidden_size) // len(self._calls)
+        start = self._hidden_size + layer * size
+        return state_1SM[..., start : start + size]
+
+    def _projector(self, layer: int) -> Any:
+        """The layer without its queries' product, where its attention caches the same without it."""
+        block = self._layers[layer]
+        for name, child in block._modules.items():
+            if isinstance(getattr(child, "q_proj", None), nn.Module):
+                without = with_modules(block, **{name: with_modules(child, q_proj=_OneHead(self.anatomy[layer].query_size))})
+                state_1SM = torch.ones(1, 2, self._state_size(), dtype=self.dtype, device=self.device)
+                own = self._project(block, layer, state_1SM)
+                try:
+                    mine = self._project(without, layer, state_1SM)
+                except RuntimeError:
+                    return block
+                return without if all(torch.equal(x, y) for x, y in zip(own, mine, strict=True)) else block
+        return block
+
+    def _state_size(self) -> int:
+        extra = 0 if self._calls[0].extra is None else self._calls[0].extra.shape[-1] * len(self._calls)
+        return self._hidden_size + extra
+
+    def _decode_kernel(self, layer: int, anatomy: LayerAnatomy) -> DecodeKernel | None:
+        is_plain = anatomy.source == layer and anatomy.caches_keys and not anatomy.is_packed
+        return decode_kernel(self.geometry, anatomy.query_heads, layer) if is_plain else None
 
     def empty_cache(self) -> DynamicCache:
         return transformers.DynamicCache(config=self._reference_config)
 
     def embed(self, token_ids_S: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self._embedding(input_ids=token_ids_S[None], use_cache=False).last_hidden_state
-        return output
+        return self._state(self._enter(token_ids_S, torch.arange(len(token_ids_S), device=self.device)))
 
     def logits(self, hidden_1SM: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self._head(inputs_embeds=hidden_1SM[:, -1:], use_cache=False).logits
-        return output[0, -1].float()
+        return self._leave(self._exit, hidden_1SM[:, -1:])[0, -1].float()
+
+    def _leave(self, tree: nn.Module, state_1SM: torch.Tensor) -> torch.Tensor:
+        """Logits (1, S, V) of rows after the last layer: the causal LM's own forward, whose layers return them."""
+        _THREAD.hidden = self._hidden(state_1SM)
+        output: torch.Tensor = tree(input_ids=torch.zeros((1, 1), dtype=torch.long, device=self.device), use_cache=False).logits
+        return output
 
     def rotary(self, positions_N: torch.Tensor, hidden_1SM: torch.Tensor) -> dict[Hashable, CosSin]:
-        position_ids_1N = positions_N[None]
-        if self._accepts_layer_type:
-            return {kind: self._rotary(hidden_1SM, position_ids_1N, kind) for kind in set(self.layer_types)}
-        return {None: self._rotary(hidden_1SM, position_ids_1N)}
+        return self._rotary(self._enter(torch.zeros_like(positions_N), positions_N), len(positions_N))
 
-    def rotate(self, k_1HSD: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
-        return self.apply_rotary(k_1HSD, k_1HSD[:, :0], *cos_sin)[0]
+    def _rotary(self, given: list[GivenCall], tokens: int) -> dict[Hashable, CosSin]:
+        tables = {
+            table: self._calls[layer].form.read(self._calls[layer].tables_of(*given[layer]), tokens, self.device)
+            for table, layer in self._first_of_table.items()
+        }
+        return {kind: tables[table] for kind, table in zip(self.layer_types, self._table_of_layer, strict=True)}
 
-    def project_kv(self, layer: int, hidden_1SM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        block: Any = self._layers[layer]
-        attention, normed = block.self_attn, block.input_layernorm(hidden_1SM)
-        if hasattr(attention, "qkv_proj"):
-            size = self.geometry.kv_heads * self.geometry.head_dim
-            k_1SX, v_1SX = _last_outputs(attention.qkv_proj, normed, 2 * size).split(size, dim=-1)
-        else:
-            k_1SX, v_1SX = attention.k_proj(normed), attention.v_proj(normed)
-        k_1SHD, v_1SHD = (x.unflatten(-1, (-1, self.geometry.head_dim)) for x in (k_1SX, v_1SX))
-        if hasattr(attention, "k_norm"):
-            k_1SHD = attention.k_norm(k_1SHD)
-        return k_1SHD.transpose(1, 2), v_1SHD.transpose(1, 2)
+    def rotate(self, layer: int, k_1HSD: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
+        return self.anatomy[layer].rotate(k_1HSD, cos_sin)
+
+    def stored(self, layer: int, pair: Pair) -> Pair:
+        """A layer's cached pair (H, S, D), (H, S, E) as it is stored."""
+        return self.anatomy[layer].pack(*pair)
+
+    def project_kv(self, layer: int, hidden_1SM: torch.Tensor) -> Pair:
+        return self._project(self._projectors[layer], layer, hidden_1SM)
+
+    def _project(self, block: nn.Module, layer: int, state_1SM: torch.Tensor) -> Pair:
+        rows = state_1SM.shape[1]
+        cos_1SX, sin_1SX = self._calls[layer].identity(rows, self.dtype, self.device)
+        projection, positions_S = Projection(), torch.zeros(rows, dtype=torch.long, device=self.device)
+        with suppress(Attended):
+            self._run(block, layer, state_1SM, positions_S, (cos_1SX, sin_1SX), projection)
+        return self.anatomy[layer].pack(*projection.cached)
 
     def run_rows(
         self, layer: int, hidden_1SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, layer_kv: LayerKV, *, scatter: bool
     ) -> torch.Tensor:
         pieces: list[torch.Tensor] = []
+        anatomy = self.anatomy[layer]
         for piece in rows.split(ROWS_AT_ONCE):
             done = sum(part.shape[1] for part in pieces)
-            layer_pass = RowsPass(layer_kv, piece, self.windows[layer], scatter=scatter)
+            layer_pass = RowsPass(layer_kv, piece, self.windows[anatomy.source], anatomy, scatter=scatter)
             cos_sin_S = (cos_sin_N[0][:, piece.on_device_S], cos_sin_N[1][:, piece.on_device_S])
             piece_hidden = hidden_1SM[:, done : done + len(piece)]
             block = (self._layers if piece.is_contiguous else self._fused_layers)[layer]
-            pieces.append(self._run(block, piece_hidden, piece.on_device_S, cos_sin_S, layer_pass))
+            pieces.append(self._step(block, layer, piece_hidden, piece.on_device_S, cos_sin_S, layer_pass))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
     def run_question(
         self, layer: int, hidden_1SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, question: QuestionPass
     ) -> torch.Tensor:
+        question.form = self.anatomy[layer]
         cos_sin_S = (cos_sin_N[0][:, rows.on_device_S], cos_sin_N[1][:, rows.on_device_S])
-        return self._run(self._fused_layers[layer], hidden_1SM, rows.on_device_S, cos_sin_S, question)
+        return self._step(self._fused_layers[layer], layer, hidden_1SM, rows.on_device_S, cos_sin_S, question)
 
     def run_isolated(
         self, sequences: Sequence[Sequence[int]], shared: SharedPrefix | None = None
@@ -172,30 +351,29 @@ class Decoder:
         together = list(runs([len(ids) for ids in sequences]))
         first = 0 if shared is None else shared.tokens
         positions_N = torch.cat([torch.arange(first, first + len(ids), device=self.device) for ids in sequences])
-        hidden_1NM = self.embed(torch.tensor([token for ids in sequences for token in ids], device=self.device))
-        rotary = self.rotary(positions_N, hidden_1NM)
+        given = self._enter(torch.tensor([token for ids in sequences for token in ids], device=self.device), positions_N)
+        hidden_1NM, rotary = self._state(given), self._rotary(given, len(positions_N))
         masks = {
             window: [(run, self._mask(window, run, hidden_1NM, shared)) for run in together] for window in set(self.windows)
         }
         for layer, window in enumerate(self.windows[:-1]):
-            cos, sin = rotary[self.layer_types[layer]]
+            anatomy, cos_sin = self.anatomy[layer], rotary[self.layer_types[layer]]
             prefix = None if shared is None else shared.layers[layer]
-            rotate = partial(self.apply_rotary, cos=cos, sin=sin)
-            layer_pass = IsolatedPass(rotate, self._own_attention, masks[window], prefix)
-            identity = (torch.ones_like(cos), torch.zeros_like(sin))
-            hidden_1NM = self._run(self._layers[layer], hidden_1NM, positions_N, identity, layer_pass)
+            turns = partial(anatomy.rotate, cos_sin=cos_sin), partial(anatomy.rotate_queries, cos_sin=cos_sin)
+            layer_pass = IsolatedPass(*turns, self._own_attention, masks[window], prefix, anatomy)
+            identity = (torch.ones_like(cos_sin[0]), torch.zeros_like(cos_sin[1]))
+            hidden_1NM = self._step(self._layers[layer], layer, hidden_1NM, positions_N, identity, layer_pass)
             yield layer_pass.k_1HND, layer_pass.v_1HND
-        yield self.project_kv(len(self._layers) - 1, hidden_1NM)  # nobody reads the last layer's output
+        yield self.project_kv(len(self.windows) - 1, hidden_1NM)  # nobody reads the last layer's output
 
     def share(self, prefix_ids: Sequence[int]) -> SharedPrefix | None:
         """The KV of a prefix, for sequences that follow it; None if the model's attention accepts no mask of ours."""
-        if self._reference_config._attn_implementation not in ("sdpa", "eager"):
+        if self.config._attn_implementation not in ("sdpa", "eager") or not all(own.caches_keys for own in self.anatomy):
             return None
-        positions_P = torch.arange(len(prefix_ids), device=self.device)
-        rotary = self.rotary(positions_P, self.embed(torch.tensor(prefix_ids[:1], device=self.device)))
+        rotary = self.rotary(torch.arange(len(prefix_ids), device=self.device), torch.empty(0))
         layers = [
-            (self.rotate(k_1HPD, rotary[kind]), v_1HPD.clone())
-            for kind, (k_1HPD, v_1HPD) in zip(self.layer_types, self.run_isolated([prefix_ids]), strict=True)
+            (self.rotate(layer, k_1HPD, rotary[self.layer_types[layer]]), v_1HPD.clone())
+            for layer, (k_1HPD, v_1HPD) in enumerate(self.run_isolated([prefix_ids]))
         ]
         return SharedPrefix(len(prefix_ids), layers)
 
@@ -203,8 +381,9 @@ class Decoder:
         return heads_sum_N  # one process holds all heads
 
     def _mask(self, window: int | None, run: Run, hidden_1NM: torch.Tensor, shared: SharedPrefix | None) -> Any:
-        if shared is not None:
-            return prefix_mask(run, shared.tokens, window, self.dtype, self.device)
+        own_window = getattr(self.config, "sliding_window", None)
+        if shared is not None or window not in (None, own_window):
+            return prefix_mask(run, 0 if shared is None else shared.tokens, window, self.dtype, self.device)
         from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
         make = create_causal_mask if window is None else create_sliding_window_causal_mask
@@ -214,34 +393,81 @@ class Decoder:
     def decode(self, token_ids: Sequence[int], sequences: Sequence[SequenceKV]) -> torch.Tensor:
         """Append one token to each of R sequences; float32 logits (R, V) of the tokens after them."""
         positions_R = torch.tensor([sequence.tokens for sequence in sequences], device=self.device)
-        hidden_1RM = self.embed(torch.tensor(token_ids, device=self.device))
-        rotary = self.rotary(positions_R, hidden_1RM)
-        for layer, layer_type in enumerate(self.layer_types):
-            layer_pass = DecodePass([sequence.layers[layer] for sequence in sequences], self._decode_kernel)
-            hidden_1RM = self._run(self._fused_layers[layer], hidden_1RM, positions_R, rotary[layer_type], layer_pass)
+        given = self._enter(torch.tensor(token_ids, device=self.device), positions_R)
+        hidden_1RM, rotary = self._state(given), self._rotary(given, len(sequences))
+        for layer, (anatomy, kind) in enumerate(zip(self.anatomy, self.layer_types, strict=True)):
+            kv, (cos, sin) = [sequence.layers[anatomy.source] for sequence in sequences], rotary[kind]
+            if anatomy.caches_keys:
+                layer_pass = DecodePass(kv, self._decode_kernels[layer])
+                hidden_1RM = self._step(self._fused_layers[layer], layer, hidden_1RM, positions_R, (cos, sin), layer_pass)
+                continue
+            rows = []  # what attention reads is expanded from the cache, for each sequence
+            for row, own in enumerate(kv):
+                at = slice(row, row + 1)
+                one = OneSequencePass(own)
+                place = (cos[:, at], sin[:, at])
+                rows.append(self._step(self._fused_layers[layer], layer, hidden_1RM[:, at], positions_R[at], place, one))
+            hidden_1RM = torch.cat(rows, dim=1)
         for sequence in sequences:
             sequence.tokens += 1
-        output: torch.Tensor = self._fused_head(inputs_embeds=hidden_1RM, use_cache=False).logits
-        return output[0].float()
+        return self._leave(self._fused_exit, hidden_1RM)[0].float()
 
-    def _run(
+    def _step(
         self,
-        layer: nn.Module,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
+        block: nn.Module,
+        layer: int,
+        state_1SM: torch.Tensor,
+        positions_S: torch.Tensor,
         cos_sin: CosSin,
         layer_pass: LayerPass,
     ) -> torch.Tensor:
-        output: torch.Tensor | tuple[torch.Tensor] = layer(
-            hidden,
-            attention_mask=None,
-            position_ids=positions[None],
-            past_key_values=layer_pass,
-            use_cache=True,
-            position_embeddings=cos_sin,
-            layer_pass=layer_pass,
-        )
-        return output[0] if isinstance(output, tuple) else output
+        """Run a layer on rows; returns their state after it."""
+        output = self._run(block, layer, state_1SM, positions_S, cos_sin, layer_pass)
+        hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        if self._parallel > 1:
+            hidden = hidden.permute(1, 2, 0, 3).flatten(2)
+        return torch.cat([hidden, state_1SM[..., self._hidden_size :]], dim=-1) if self._has_extra else hidden
+
+    def _run(
+        self,
+        block: nn.Module,
+        layer: int,
+        state_1SM: torch.Tensor,
+        positions_S: torch.Tensor,
+        cos_sin: CosSin,
+        layer_pass: LayerPass,
+    ) -> Any:
+        extra = self._extra(state_1SM, layer)
+        args, kwargs = self._calls[layer].filled(self._hidden(state_1SM), positions_S, cos_sin, layer_pass, extra)
+        _THREAD.layer_pass = layer_pass
+        return block(*args, **kwargs)
+
+
+def _place_of_layers(tree: PreTrainedModel, count: int) -> tuple[str, str]:
+    """Where a model's decoder layers stand: the name of the module that has them, and of the list in it.
+
+    Raises:
+        UnblendableError: there is no such list.
+    """
+    decoder = tree.get_decoder()
+    inside = next((name for name, module in tree.named_modules() if module is decoder), "")
+    for prefix in dict.fromkeys((inside, "")):  # some models' decoder is their head
+        for name, module in tree.get_submodule(prefix).named_modules(prefix=prefix):
+            if isinstance(module, nn.ModuleList) and len(module) == count:
+                owner, _, own = name.rpartition(".")
+                return owner, own
+    raise UnblendableError("its decoder has no list of layers")
+
+
+def _max_positions(config: Any) -> int | None:
+    """Positions up to which attention and rotary embedding do not depend on the prompt's length; None for any number."""
+    limits = [getattr(config, "max_position_embeddings", None), getattr(config, "attention_chunk_size", None)]
+    if getattr(config, "attn_temperature_tuning", False):
+        limits.append(getattr(config, "floor_scale", None))
+    for rope in rope_parameters(config):
+        if rope.get("rope_type") in LENGTH_DEPENDENT_ROPES:
+            limits.append(rope.get("original_max_position_embeddings"))
+    return min((int(limit) for limit in limits if limit), default=None)
 
 
 class CacheSink:
@@ -254,30 +480,35 @@ class CacheSink:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._windows, self.cache = runner.windows, runner.empty_cache()
+        self._anatomy = runner.anatomy if isinstance(runner, Decoder) else None
         self.memory: list[torch.Tensor | None] = []
 
     def put(self, layer: int, layer_kv: LayerKV) -> None:
         """Put a finished layer into the cache."""
-        nothing = layer_kv.k_1HND[:, :, :0]
-        self.cache.update(nothing, nothing, layer)
-        target: Any = self.cache.layers[layer]
-        target.keys, target.values = layer_kv.k_1HND, layer_kv.v_1HND
+        pair = layer_kv.k_1HND, layer_kv.v_1HND
+        is_packed = self._anatomy is not None and self._anatomy[layer].is_packed
+        if self._anatomy is not None:
+            pair = self._anatomy[layer].unpack(*pair)
+        place = layer if self._anatomy is None else self._anatomy[layer].cache_index
+        self.cache.update(pair[0][:, :, :0], pair[1][:, :, :0], place)
+        target: Any = self.cache.layers[place]
+        target.keys, target.values = pair
         if target.is_sliding:
             target.cumulative_length = layer_kv.k_1HND.shape[2]
             window_tokens = target.sliding_window - 1
-            target.keys, target.values = (
-                x[:, :, max(0, x.shape[2] - window_tokens) :].clone() for x in (layer_kv.k_1HND, layer_kv.v_1HND)
-            )
-        self.memory.append(layer_kv.memory_21HCD if self._windows[layer] is None else None)
+            target.keys, target.values = (x[:, :, max(0, x.shape[2] - window_tokens) :].clone() for x in pair)
+        self.memory.append(None if is_packed or self._windows[layer] is not None else layer_kv.memory_21HCD)
 
 
-def _last_outputs(linear: nn.Module, inputs: torch.Tensor, count: int) -> torch.Tensor:
-    """The last `count` outputs of a linear layer; a quantised layer computes the others too."""
-    linear = linear.plain if isinstance(linear, PackedLinear) else linear
-    if type(linear) is not nn.Linear:
-        outputs: torch.Tensor = linear(inputs)
-        return outputs[..., -count:]
-    return nn.functional.linear(inputs, linear.weight[-count:], None if linear.bias is None else linear.bias[-count:])
+class _OneHead(nn.Module):
+    """Stands in for the queries' product, whose result nobody reads: one head of zeros."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size = size
+
+    def forward(self, hidden_1SM: torch.Tensor, *_: Any) -> torch.Tensor:
+        return hidden_1SM.new_zeros(*hidden_1SM.shape[:-1], self._size)
 
 
 def with_modules(module: Any, **replaced: nn.Module) -> Any:

@@ -43,27 +43,17 @@ VERIFIED = (
     "seed_oss",
     "starcoder2",
 )
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
-def check_model(model: PreTrainedModel, *, allow_unverified: bool) -> None:
-    """Refuse a model that blending would be wrong on; the message names the reasons.
+def check_model(model: PreTrainedModel) -> None:
+    """Refuse a model whose config tells that blending would be wrong on it; the message names the reasons.
 
     Raises:
-        UnsupportedModelError: the family is not verified (unless allowed), the rope changes with the prompt's length, or layers
-            hold another state than keys and values or attend to the future.
+        UnsupportedModelError: layers hold another state than keys and values, or attend to the future.
     """
     config: Any = model.config.get_text_config(decoder=True)
-    family = str(config.model_type)
-    if reason := _hidden_parts(model, config):
-        raise UnsupportedModelError(f"{family} models cannot be blended: {reason}")
-    if reasons := list(_refused_details(model, config)):
-        raise UnsupportedModelError(f"{family} models cannot be blended: {'; '.join(reasons)}")
-    if family not in VERIFIED and not allow_unverified:
-        raise UnsupportedModelError(
-            f"{family} is not among the verified families ({', '.join(VERIFIED)}); pass allow_unverified=True "
-            "(--allow-unverified) to use it if the built-in check against its own forward passes"
-        )
+    if reasons := list(_reasons(model, config)):
+        raise UnsupportedModelError(f"{config.model_type} models cannot be blended: {'; '.join(reasons)}")
 
 
 def drops_softcap(model: PreTrainedModel) -> bool:
@@ -72,43 +62,21 @@ def drops_softcap(model: PreTrainedModel) -> bool:
     return capped is not None and str(model.config._attn_implementation) == "sdpa"
 
 
-def _hidden_parts(model: PreTrainedModel, config: Any) -> str:
-    """The part that a model lacks, and without which no other can be looked at; empty if it lacks none."""
+def _reasons(model: PreTrainedModel, config: Any) -> Iterator[str]:
+    """Each reason to refuse a model before it is run."""
     if config.is_encoder_decoder:
-        return "it is an encoder-decoder, and only decoders are supported"
-    if config is not model.config:
-        return "it is a multimodal wrapper; load its text model"
-    states = sorted(_kinds_of_state(model))
-    if any("LinearAttention" in kind for kind in states):
-        return (
-            f"it has state-space or linear-attention layers ({', '.join(states)} instead of keys and values), whose one state "
-            "of all tokens before cannot be put together from chunks"
-        )
-    absent = [part for part in ("layers", "norm", "rotary_emb") if not hasattr(model.get_decoder(), part)]
-    return f"its decoder has no {', '.join(absent)}" if absent else ""
-
-
-def _refused_details(model: PreTrainedModel, config: Any) -> Iterator[str]:
-    """Each reason to refuse a decoder of layers."""
-    layer = model.get_decoder().layers[0]
-    if not hasattr(layer, "input_layernorm") or not hasattr(layer, "self_attn"):
-        yield "its layers have no input_layernorm in front of self_attn"
-    elif not (hasattr(layer.self_attn, "qkv_proj") or hasattr(layer.self_attn, "k_proj")):
-        yield "its attention has neither k_proj and v_proj nor qkv_proj"
-    for rope in sorted(_rope_types(config) - set(ROPE_TYPES)):
-        yield f"rope type {rope!r} changes with the prompt's length (supported: {', '.join(ROPE_TYPES)})"
-    if getattr(config, "clip_qkv", None) is not None:
-        yield "its attention clips queries, keys and values (clip_qkv)"
-    if getattr(config, "num_kv_shared_layers", 0):
-        yield "some layers share another layer's KV"
-    if getattr(config, "use_bidirectional_attention", False):
+        yield "it is an encoder-decoder, and only decoders are supported"
+        return
+    if getattr(config, "use_bidirectional_attention", False) not in (False, None, "vision"):
         yield "its attention is bidirectional"
     if drops_softcap(model):
         yield "its soft-capped attention is not what transformers' sdpa computes; load it with attn_implementation='eager'"
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        yield "chunked attention is not supported"
-    for kind in sorted(_kinds_of_state(model)):
-        yield f"a layer keeps a {kind} instead of keys and values"
+    states = sorted(_kinds_of_state(model))
+    kept = f"({', '.join(states)} instead of keys and values)"
+    if any("Indexed" in state or "CSA" in state for state in states):
+        yield f"an indexer chooses the keys that its layers see {kept}, by keys of its own"
+    elif states:
+        yield f"it has state-space or linear-attention layers {kept}, whose one state is not put together from chunks"
 
 
 def _kinds_of_state(model: PreTrainedModel) -> set[str]:
@@ -116,13 +84,18 @@ def _kinds_of_state(model: PreTrainedModel) -> set[str]:
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     kinds = {type(cache_layer) for cache_layer in DynamicCache(config=model.config).layers}
-    return {kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer}}
+    known = {
+        DynamicLayer.__name__,
+        DynamicSlidingWindowLayer.__name__,
+        "DummyLayer",
+    }  # the last: a layer that reads another's KV
+    return {kind.__name__ for kind in kinds} - known
 
 
-def _rope_types(config: Any) -> set[str]:
+def rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """The parameters of each rotary embedding in a config."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    per_type = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
-    return {str(rope.get("rope_type", "default")) for rope in per_type}
+    return [value for value in parameters.values() if isinstance(value, dict)] or [dict(parameters)]
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -143,7 +116,7 @@ def fingerprint_module(model: nn.Module, dtype: torch.dtype) -> str:
     digest = _config_digest(model, dtype)
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

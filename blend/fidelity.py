@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -61,13 +61,16 @@ def relative_kv_error(cache: DynamicCache, full: DynamicCache) -> float:
     sliding window are compared within it.
     """
     difference = size = 0.0
-    layers: list[Any] = cache.layers
-    full_layers: list[Any] = full.layers
-    for layer, full_layer in zip(layers, full_layers, strict=True):
+    for layer, full_layer in kept_pairs(cache, full):
         for x, y in ((layer.keys, full_layer.keys), (layer.values, full_layer.values)):
             difference += float((x.float() - y.float()).square().sum())
             size += float(y.float().square().sum())
     return difference / size
+
+
+def kept_pairs(cache: Any, full: Any) -> Iterator[tuple[Any, Any]]:
+    """The layers of two caches side by side; those that keep nothing are left out."""
+    return zip(*([layer for layer in own.layers if layer.keys is not None] for own in (cache, full)), strict=True)
 
 
 def first_token_kl_nats(full_V: torch.Tensor, blended_V: torch.Tensor) -> float:
@@ -112,8 +115,7 @@ def check_against_model(fusor: Fusor, family: str) -> None:
     except (RuntimeError, AttributeError, TypeError, KeyError, IndexError) as error:
         raise UnsupportedModelError(f"{family} models do not run layer by layer: {error}") from error
     off = max(float((fused.logits - full.logits).abs().max()) for fused in exact)
-    own_layers: list[Any] = full.cache.layers
-    for layer, own_layer in zip(reused.layers, own_layers, strict=True):
+    for layer, own_layer in kept_pairs(reused, full.cache):
         off = max(off, float((layer.keys - own_layer.keys).abs().max() / own_layer.keys.abs().max()))
     allowed = (1e-4 if fusor.runner.geometry.dtype == torch.float32 else 2e-2) * max(1.0, float(full.logits.abs().max()))
     if not off <= allowed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -122,6 +123,7 @@ class Fusion:
         token_ids_N = upload(torch.tensor(prompt.token_ids), runner.geometry.device)
         rotary = runner.rotary(torch.arange(len(prompt), device=runner.geometry.device), runner.embed(token_ids_N[:1]))
         questions: list[LayerReport] = []
+        shared = dict[int, LayerKV]()  # layers whose KV later layers read
         asks = prompt.reusable_tokens > 0 and runner.geometry.layers > 1 and getattr(self._selector, "reads_attention", False)
         if asks:  # 1. The question's rows run over the stored KV, and score the tokens.
             self._source.start(prompt, runner.geometry, reuse_layer_0=True)
@@ -151,11 +153,19 @@ class Fusion:
             # 5. Attention and MLP of those tokens, against the layer's KV, with their own K and V in it.
             self._hidden_1SM = runner.run_rows(layer, self._hidden_1SM, rows, cos_sin_N, layer_kv, scatter=scatter)
             # 6. The finished layer goes to the cache, or to the caller's sink.
+            if layer in runner.geometry.shared:
+                shared[layer] = layer_kv
             sink.put(layer, layer_kv)
             recomputed.append(self._rows.positions_S)
             projected.append(fresh_S)
             reports.append(LayerReport(layer, len(self._rows), wait_s, time.perf_counter() - arrived))
             yield reports[-1]
+
+        # 7. The prompt's last position runs through layers that keep no KV, over an earlier layer's.
+        for layer, source in enumerate(runner.geometry.shared, start=runner.geometry.layers):
+            rows, cos_sin_N = self._rows.last, rotary[runner.layer_types[layer]]
+            last_1SM = self._hidden_1SM[:, -1:]
+            self._hidden_1SM = runner.run_rows(layer, last_1SM, rows, cos_sin_N, shared[source], scatter=False)
 
         return FusionResult(
             runner.logits(self._hidden_1SM) if self._sink is None else torch.empty(0),
@@ -272,7 +282,7 @@ class Fusion:
         for piece in rows.split(PROJECTED_AT_ONCE):
             at_P = piece.on_device_S
             k_1HPD, v_1HPD = self._runner.project_kv(layer, hidden_1SM[:, done : done + len(piece)])
-            yield at_P, self._runner.rotate(k_1HPD, (cos_sin_N[0][:, at_P], cos_sin_N[1][:, at_P])), v_1HPD
+            yield at_P, self._runner.rotate(layer, k_1HPD, (cos_sin_N[0][:, at_P], cos_sin_N[1][:, at_P])), v_1HPD
             done += len(piece)
 
     def _compare(self, layer: int, layer_kv: LayerKV, cos_sin_N: CosSin) -> Tensor:
@@ -303,12 +313,12 @@ class Fusion:
         if kind not in self._turns:
             kernel = row_kernel(k_1HND.dtype, k_1HND.device, k_1HND.shape[-1])
             few = cos_sin_N[0][:, -COMPARED_KEYS:], cos_sin_N[1][:, -COMPARED_KEYS:]
-            compiled = None if kernel is None else kernel.rotation_of(self._runner.rotate, few, k_1HND)
-            self._turns[kind] = compiled or self._own_rotation
+            compiled = None if kernel is None else kernel.rotation_of(partial(self._runner.rotate, layer), few, k_1HND)
+            self._turns[kind] = compiled or partial(self._own_rotation, layer)
         return self._turns[kind]
 
-    def _own_rotation(self, k_1HTD: Tensor, cos_1TX: Tensor, sin_1TX: Tensor) -> None:
-        k_1HTD.copy_(self._runner.rotate(k_1HTD, (cos_1TX, sin_1TX)))
+    def _own_rotation(self, layer: int, k_1HTD: Tensor, cos_1TX: Tensor, sin_1TX: Tensor) -> None:
+        k_1HTD.copy_(self._runner.rotate(layer, k_1HTD, (cos_1TX, sin_1TX)))
 
 
 class FusionSteps:

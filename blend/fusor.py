@@ -15,6 +15,7 @@ import torch
 from cacheblend.base.errors import InputError, PromptTooLongError, UnsupportedModelError
 from cacheblend.store import ChunkKV, PrefixRun, context_digest
 
+from .anatomy import UnblendableError
 from .attention import row_kernel
 from .decoder import Decoder
 from .families import VERIFIED, check_model, fingerprint_module
@@ -51,10 +52,19 @@ class Fusor:
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any = None, *, fingerprint: str | None = None, allow_unverified: bool = False
     ) -> None:
-        check_model(model, allow_unverified=allow_unverified)
+        check_model(model)
         model.eval()
-        self._over(Decoder(model), fingerprint or fingerprint_module(model, model.dtype), model, tokenizer)
         family = model.config.get_text_config(decoder=True).model_type
+        try:
+            decoder = Decoder(model)
+        except UnblendableError as error:
+            raise UnsupportedModelError(f"{family} models cannot be blended: {error}") from error
+        if family not in VERIFIED and not allow_unverified:
+            raise UnsupportedModelError(
+                f"{family} is not among the {len(VERIFIED)} verified families (docs/models.md); pass allow_unverified=True "
+                "(--allow-unverified) to use it if the built-in check against its own forward passes"
+            )
+        self._over(decoder, fingerprint or fingerprint_module(model, model.dtype), model, tokenizer)
         if family not in VERIFIED:
             check_against_model(self, family)
 
@@ -221,11 +231,11 @@ class Fusor:
         Returns:
             The steps, and the KV for an exact segment, which is complete once the steps have ended.
         """
-        geometry = self.runner.geometry
-        shape = (geometry.layers, 2, geometry.kv_heads, len(token_ids), geometry.head_dim)
-        sink = _PrefixSink(torch.empty(shape, dtype=geometry.dtype, device=device or geometry.device))
+        geometry, tokens = self.runner.geometry, len(token_ids)
+        shapes = [(2, heads, tokens, size) for heads, size in map(geometry.heads, range(geometry.layers))]
+        sink = _PrefixSink([torch.empty(shape, dtype=geometry.dtype, device=device or geometry.device) for shape in shapes])
         steps = self.fuse_steps([Segment(token_ids)], sink=sink)
-        return steps, PrefixRun(tuple(token_ids), (), self.fingerprint, (None,) * geometry.layers, {None: [sink.kv_L2HTD]})
+        return steps, PrefixRun(tuple(token_ids), (), self.fingerprint, (None,) * geometry.layers, {None: [sink.layers]})
 
     @torch.no_grad()
     def prefill(self, token_ids: Sequence[int]) -> FusionResult:
@@ -279,12 +289,12 @@ class Fusor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PrefixSink:
-    """A sink that copies each layer to its place as it is finished."""
+    """A sink that copies each layer to its place (2, H, T, D) as it is finished."""
 
-    kv_L2HTD: torch.Tensor
+    layers: list[torch.Tensor]
 
     def put(self, layer: int, layer_kv: LayerKV) -> None:
-        self.kv_L2HTD[layer].copy_(layer_kv.kv_21HND[:, 0])
+        self.layers[layer].copy_(layer_kv.kv_21HND[:, 0])
 
 
 def _apart(kv: ChunkKV) -> ChunkKV:

@@ -29,6 +29,7 @@ from cacheblend.store import LayerPair
 from . import interfaces
 from .attention import HeadRows
 from .compiled_file import function, load_or_warn
+from .layer_passes import CachePass, scores_of
 from .prompt import FusionResult
 
 if TYPE_CHECKING:
@@ -52,17 +53,17 @@ class SequenceLayerKV:
         if memory_21HCD is None:
             self._move(k_HKD, v_HKD)
         else:
-            self._hold(memory_21HCD[:, 0], k_HKD.shape[1])
+            self._hold((memory_21HCD[0, 0], memory_21HCD[1, 0]), k_HKD.shape[1])
 
     def append(self, k_H1D: torch.Tensor, v_H1D: torch.Tensor) -> None:
         """Add the next position."""
         self.begin_append()
-        for x_HCD, x_H1D in zip(self._kv_2HCD, (k_H1D, v_H1D), strict=True):
+        for x_HCD, x_H1D in zip(self._kv, (k_H1D, v_H1D), strict=True):
             x_HCD[:, self._used - 1 : self._used] = x_H1D
 
     def begin_append(self) -> tuple[int, int, int, int, int]:
         """Count the next position, which the caller writes; returns the C file's `Sequence` as five numbers."""
-        if self._used == self._kv_2HCD.shape[2]:
+        if self._used == self._kv[0].shape[1]:
             self._move(*self.visible())
         self._used += 1
         return (*self._at, self._first, self._used - 1)
@@ -73,23 +74,26 @@ class SequenceLayerKV:
 
     def last(self, tokens: int) -> LayerPair:
         """Keys and values (H, tokens, D) of the last positions; views that the next append may invalidate."""
-        k_HTD, v_HTD = self._kv_2HCD[:, :, self._used - tokens : self._used]
-        return k_HTD, v_HTD
+        k_HCD, v_HCD = self._kv
+        return k_HCD[:, self._used - tokens : self._used], v_HCD[:, self._used - tokens : self._used]
 
     @property
     def _first(self) -> int:
         return 0 if self._window is None else max(0, self._used - self._window)
 
     def _move(self, k_HKD: torch.Tensor, v_HKD: torch.Tensor) -> None:
-        heads, used, size = k_HKD.shape
-        shape = (2, heads, used + interfaces.GROWTH_TOKENS, size)
-        kv_2HCD = interfaces.empty_layer(shape, k_HKD.dtype, k_HKD.device)
-        kv_2HCD[0, :, :used], kv_2HCD[1, :, :used] = k_HKD, v_HKD
-        self._hold(kv_2HCD, used)
+        used, kv = k_HKD.shape[1], list[torch.Tensor]()
+        for x_HKD in (k_HKD, v_HKD):
+            heads, _, size = x_HKD.shape
+            shape = (heads, used + interfaces.GROWTH_TOKENS, size)
+            kv.append(interfaces.empty_layer(shape, x_HKD.dtype, x_HKD.device))
+            kv[-1][:, :used] = x_HKD
+        self._hold(kv, used)
 
-    def _hold(self, kv_2HCD: torch.Tensor, used: int) -> None:
-        self._kv_2HCD, self._used = kv_2HCD, used
-        self._at = (kv_2HCD[0].data_ptr(), kv_2HCD[1].data_ptr(), kv_2HCD.stride(1))
+    def _hold(self, kv: Sequence[torch.Tensor], used: int) -> None:
+        """Keys and values (H, C, D), whose heads may be of different sizes where no kernel reads them."""
+        self._kv, self._used = (kv[0], kv[1]), used
+        self._at = (kv[0].data_ptr(), kv[1].data_ptr(), kv[0].stride(0))
 
 
 class SequenceKV:
@@ -100,7 +104,8 @@ class SequenceKV:
 
     def __init__(self, fused: FusionResult, windows: Sequence[int | None]) -> None:
         self.tokens = int(fused.cache.get_seq_length())
-        layers: list[Any] = fused.cache.layers
+        every: list[Any] = fused.cache.layers
+        layers = [layer for layer in every if layer.keys is not None]  # others keep none
         memory: list[torch.Tensor | None] = [None] * len(layers)
         if self.tokens == len(fused.token_ids):  # else tokens were generated already, and the cache is in other memory
             memory = fused.take_memory() or memory
@@ -110,7 +115,7 @@ class SequenceKV:
         ]
 
 
-class DecodePass:
+class DecodePass(CachePass):
     """One layer's pass over the last token of every sequence; without a kernel by PyTorch's attention."""
 
     def __init__(self, layers: Sequence[SequenceLayerKV], kernel: DecodeKernel | None = None) -> None:
@@ -127,23 +132,55 @@ class DecodePass:
         self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
     ) -> torch.Tensor:
         """Attention output (1, R, Q, D), each row over its own sequence's keys."""
-        scaling, softcap = kw["scaling"], kw.get("softcap")
+        scores = scores_of(q, kw)
         if self._kernel is not None:
-            return self._kernel.attend(q, k, v, self._layers, scaling, softcap)
-        rows = [_attend_one(q[0, :, row], *kv.visible(), scaling, softcap) for row, kv in enumerate(self._layers)]
+            return self._kernel.attend(q, k, v, self._layers, **scores)
+        rows = [_attend_one(q[0, :, row], *kv.visible(), **scores) for row, kv in enumerate(self._layers)]
         return torch.stack(rows)[None]
+
+    def __getitem__(self, _: object) -> LayerPair:
+        """What an earlier layer keeps for this one: attention reads each sequence's own KV."""
+        return torch.empty(0), torch.empty(0)
+
+
+class OneSequencePass(CachePass):
+    """A layer's pass over the last token of one sequence, whose attention expands what is cached."""
+
+    def __init__(self, kv: SequenceLayerKV) -> None:
+        self._kv = kv
+
+    def update(self, k_1H1D: torch.Tensor, v_1H1D: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the pair; returns all that the token sees."""
+        self._kv.append(k_1H1D[0], v_1H1D[0])
+        k_HKD, v_HKD = self._kv.visible()
+        return k_HKD[None], v_HKD[None]
+
+    def attend(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
+    ) -> torch.Tensor:
+        """Attention output (1, 1, Q, E)."""
+        return _attend_one(q[0, :, 0], k[0], v[0], **scores_of(q, kw))[None, None]
 
 
 def _attend_one(
-    q_QD: torch.Tensor, k_HKD: torch.Tensor, v_HKD: torch.Tensor, scaling: float, softcap: float | None
+    q_QD: torch.Tensor,
+    k_HKD: torch.Tensor,
+    v_HKD: torch.Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sinks_Q: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Output (Q, D) of one row that sees all keys given."""
     q_HGD = q_QD.unflatten(0, (k_HKD.shape[0], -1))  # the query heads of one KV head are rows over the same keys
-    if softcap is None:
+    if softcap is None and sinks_Q is None:
         # With a batch dimension PyTorch runs its flash kernel, which is four times as fast on a CPU.
         return scaled_dot_product_attention(q_HGD[None], k_HKD[None], v_HKD[None], scale=scaling)[0].flatten(0, 1)
-    scores_HGK = torch.tanh(torch.matmul(q_HGD, k_HKD.transpose(1, 2)) * scaling / softcap) * softcap
-    weights_HGK = torch.softmax(scores_HGK, dim=-1, dtype=torch.float32).to(q_QD.dtype)
+    scores_HGK = torch.matmul(q_HGD, k_HKD.transpose(1, 2)) * scaling
+    if softcap is not None:
+        scores_HGK = torch.tanh(scores_HGK / softcap) * softcap
+    if sinks_Q is not None:
+        scores_HGK = torch.cat([scores_HGK, sinks_Q.to(q_QD.dtype).view(*q_HGD.shape[:2], 1)], dim=-1)
+    weights_HGK = torch.softmax(scores_HGK, dim=-1, dtype=torch.float32).to(q_QD.dtype)[..., : k_HKD.shape[1]]
     return torch.matmul(weights_HGK, v_HKD).flatten(0, 1)
 
 
@@ -151,7 +188,7 @@ class DecodeKernel:
     """The compiled `decode_attention.c`, for one number of query heads to a KV head, head size and dtype."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._call = function(library, "decode_attention", "ppppiiffip", fails=True)
+        self._call = function(library, "decode_attention", "ppppiiffpip", fails=True)
 
     def attend(
         self,
@@ -161,6 +198,7 @@ class DecodeKernel:
         layers: Sequence[SequenceLayerKV],
         scaling: float,
         softcap: float | None,
+        sinks_Q: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Append each sequence's key and value; output (1, R, Q, D) of its query."""
         _, heads, count, size = q_1QRD.shape
@@ -169,6 +207,7 @@ class DecodeKernel:
             words += kv.begin_append()
         fresh = [x if x.stride(-1) == 1 else x.contiguous() for x in (q_1QRD, k_1HRD, v_1HRD)]
         out_1RQD = q_1QRD.new_empty(1, count, heads, size)
+        sinks_Q = None if sinks_Q is None else sinks_Q.float().contiguous()
         failed = self._call(
             *(ctypes.byref(HeadRows.of(x)) for x in fresh),
             (ctypes.c_int64 * len(words))(*words),
@@ -176,6 +215,7 @@ class DecodeKernel:
             k_1HRD.shape[1],
             scaling,
             softcap or 0.0,
+            None if sinks_Q is None else sinks_Q.data_ptr(),
             torch.get_num_threads(),
             out_1RQD.data_ptr(),
         )
@@ -184,14 +224,15 @@ class DecodeKernel:
         return out_1RQD
 
 
-def decode_kernel(geometry: interfaces.KVGeometry, query_heads: int) -> DecodeKernel | None:
-    """The kernel for a model's shape, compiled at its first use; None if PyTorch's attention runs instead."""
-    groups = query_heads // geometry.kv_heads
-    if geometry.device.type != "cpu" or geometry.dtype not in (torch.float32, torch.bfloat16) or geometry.head_dim % 4:
+def decode_kernel(geometry: interfaces.KVGeometry, query_heads: int, layer: int = 0) -> DecodeKernel | None:
+    """The kernel for a layer's shape, compiled at its first use; None if PyTorch's attention runs instead."""
+    kv_heads, head_dim = geometry.heads(layer)
+    groups = query_heads // kv_heads
+    if geometry.device.type != "cpu" or geometry.dtype not in (torch.float32, torch.bfloat16) or head_dim % 4:
         return None
-    if groups * geometry.head_dim > 16 * MAX_VECTORS:
+    if groups * head_dim > 16 * MAX_VECTORS:
         return None
-    return _load(groups, geometry.head_dim, geometry.dtype)
+    return _load(groups, head_dim, geometry.dtype)
 
 
 @functools.cache
@@ -215,7 +256,8 @@ def _error_of(kernel: DecodeKernel, groups: int, head_size: int, dtype: torch.dt
         layers = [SequenceLayerKV(kv[0], kv[1], window) for kv, window in zip(stored, windows, strict=True)]
         layer_pass = DecodePass(layers, own)
         layer_pass.update(k, v, 0)
-        outputs.append(layer_pass.attend(None, q, k, v, None, scaling=head_size**-0.5, softcap=3.0))  # type: ignore[arg-type]  # the module is not looked at
+        scores = {"scaling": head_size**-0.5, "softcap": 3.0, "s_aux": torch.linspace(-1, 2, heads * groups)}
+        outputs.append(layer_pass.attend(None, q, k, v, None, **scores))  # type: ignore[arg-type]  # the module is not looked at
     return float((outputs[0] - outputs[1]).abs().max())
 
 

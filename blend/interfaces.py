@@ -39,17 +39,31 @@ def empty_layer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """Shape, dtype and device of one layer's keys, and of its values."""
+    """Shape, dtype and device of the layers' keys, and of their values.
+
+    Args:
+        layers: layers that keep KV.
+        kv_heads: of the first layer, as is `head_dim`.
+        heads_of_layers: (KV heads, head size) of each layer; empty if all are like the first.
+        shared: for each further layer, which keeps no KV: the layer whose KV it reads.
+    """
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    heads_of_layers: tuple[tuple[int, int], ...] = ()
+    shared: tuple[int, ...] = ()
+
+    def heads(self, layer: int) -> tuple[int, int]:
+        """KV heads and head size of a layer."""
+        return self.heads_of_layers[layer] if self.heads_of_layers else (self.kv_heads, self.head_dim)
 
     def layer_bytes(self, tokens: int) -> int:
-        """Bytes of the keys and values of `tokens` tokens in one layer."""
-        return 2 * self.kv_heads * self.head_dim * tokens * self.dtype.itemsize
+        """Bytes of the keys and values of `tokens` tokens in one layer, in the mean over layers."""
+        numbers = sum(heads * size for heads, size in map(self.heads, range(self.layers)))
+        return 2 * numbers * tokens * self.dtype.itemsize // self.layers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,9 +78,10 @@ class LayerKV:
     memory_21HCD: torch.Tensor
 
     @classmethod
-    def empty(cls, geometry: KVGeometry, tokens: int) -> LayerKV:
-        """Room for `tokens` tokens, not initialised."""
-        shape = (2, 1, geometry.kv_heads, tokens + GROWTH_TOKENS, geometry.head_dim)
+    def empty(cls, geometry: KVGeometry, tokens: int, layer: int = 0) -> LayerKV:
+        """Room for `tokens` tokens of a layer, not initialised."""
+        heads, size = geometry.heads(layer)
+        shape = (2, 1, heads, tokens + GROWTH_TOKENS, size)
         memory_21HCD = empty_layer(shape, geometry.dtype, geometry.device)
         return cls(memory_21HCD[:, :, :, :tokens], memory_21HCD)
 
@@ -109,8 +124,8 @@ class ModelRunner(Protocol):
     def rotary(self, positions_N: torch.Tensor, hidden_1SM: torch.Tensor) -> Mapping[Hashable, CosSin]:
         """Cosine and sine (1, N, rotary size) of the positions, a pair for each of `layer_types`."""
 
-    def rotate(self, k_1HSD: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
-        """Keys rotated to their positions."""
+    def rotate(self, layer: int, k_1HSD: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
+        """A layer's stored keys rotated to their positions."""
 
     def project_kv(self, layer: int, hidden_1SM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys before RoPE and values (1, H, S, D) of rows at a layer's input."""
@@ -176,7 +191,7 @@ class ResidentLayers:
         self._prompt, self._geometry, self._reuse_layer_0 = prompt, geometry, reuse_layer_0
 
     def synchronize(self, layer: int) -> LayerKV:
-        layer_kv = LayerKV.empty(self._geometry, len(self._prompt))
+        layer_kv = LayerKV.empty(self._geometry, len(self._prompt), layer)
         for start, stop, kv in self._prompt.cached(exact_only=layer == 0 and not self._reuse_layer_0):
             kv.copy_layer(layer, layer_kv.kv_21HND[:, 0, :, start:stop])
         return layer_kv

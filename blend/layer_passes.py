@@ -14,7 +14,7 @@ G query heads of a KV head, Q = H x G query heads, S rows of the pass, X = S x G
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,6 +33,18 @@ if TYPE_CHECKING:
 # Only the last MAX_QUESTION_TOKENS question tokens run the question pass; each costs as much as a recomputed token.
 MAX_QUESTION_TOKENS = 64
 MAX_START_TOKENS = 256
+Pair = tuple[Tensor, Tensor]
+
+
+class CachePass:
+    """Stands in for a cache in what layers ask of it besides `update`."""
+
+    def get_seq_length(self, *_: object) -> int:
+        """No position is cached before the rows: Llama 4's layers ask, within whose limit it makes no difference."""
+        return 0
+
+    def __setitem__(self, _: object, __: object) -> None:
+        """What a layer keeps for later layers that share its KV: the caller has it."""
 
 
 class LayerPass(Protocol):
@@ -45,22 +57,55 @@ class LayerPass(Protocol):
         """Attention output (1, S, Q, D)."""
 
 
-class RowsPass:
+def scores_of(q: Tensor, kw: Mapping[str, Any]) -> dict[str, Any]:
+    """How scores are made, from the arguments that a layer gives to its attention: scaling, soft-capping, sinks."""
+    scaling = kw.get("scaling")
+    scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
+    return {"scaling": scaling, "softcap": kw.get("softcap"), "sinks_Q": kw.get("s_aux")}
+
+
+class KVForm(Protocol):
+    """How the pair that a layer caches is stored; `LayerAnatomy` has it."""
+
+    def pack(self, one_1HSD: Tensor, other_1HSE: Tensor) -> Pair:
+        """The pair as it is stored."""
+
+    def unpack(self, k_1HSD: Tensor, v_1HSD: Tensor) -> Pair:
+        """The pair from what is stored."""
+
+
+class _AsCached:
+    """A pair is stored as a layer caches it: keys and values with heads of one size."""
+
+    def pack(self, one_1HSD: Tensor, other_1HSE: Tensor) -> Pair:
+        return one_1HSD, other_1HSE
+
+    unpack = pack
+
+
+AS_CACHED: KVForm = _AsCached()
+
+
+class RowsPass(CachePass):
     """Rows of a prompt through one layer: fresh KV is scattered into the layer's buffer, attention has the exact mask.
 
     With `scatter=False` the layer already holds the rows' fresh KV.
     """
 
-    def __init__(self, layer_kv: LayerKV, rows: Rows, window: int | None, *, scatter: bool) -> None:
-        self._layer_kv, self._rows, self._window, self._scatter = layer_kv, rows, window, scatter
+    def __init__(self, layer_kv: LayerKV, rows: Rows, window: int | None, form: KVForm = AS_CACHED, *, scatter: bool) -> None:
+        self._layer_kv, self._rows, self._window, self._form, self._scatter = layer_kv, rows, window, form, scatter
 
     def update(self, k_1HSD: Tensor, v_1HSD: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
         if self._scatter:
-            self._layer_kv.put(self._rows.on_device_S, k_1HSD, v_1HSD)
-        return self._layer_kv.k_1HND, self._layer_kv.v_1HND
+            self._layer_kv.put(self._rows.on_device_S, *self._form.pack(k_1HSD, v_1HSD))
+        return self._form.unpack(self._layer_kv.k_1HND, self._layer_kv.v_1HND)
+
+    def __getitem__(self, _: object) -> tuple[Tensor, Tensor]:
+        """What an earlier layer keeps for this one: the KV that the pass was given."""
+        return self._form.unpack(self._layer_kv.k_1HND, self._layer_kv.v_1HND)
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Tensor:
-        return attend(q, k, v, self._rows, scaling=kw["scaling"], window=self._window, softcap=kw.get("softcap"))
+        return attend(q, k, v, self._rows, window=self._window, **scores_of(q, kw))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +159,14 @@ def _hidden(key_K: Tensor, row_S1: Tensor, window: int | None) -> Tensor:
     return hidden_SK if window is None else hidden_SK | (key_K <= row_S1 - window)
 
 
-class IsolatedPass:
+class IsolatedPass(CachePass):
     """Sequences through one layer, by the model's own attention; records the keys before RoPE.
 
     The layer runs with the identity rotation, so that keys arrive here unrotated whatever the family's projections are, and
-    queries and keys are rotated just before the attention. x * 1 + rotate_half(x) * 0 is x, bit for bit.
+    keys are rotated then, queries just before the attention. x * 1 + rotate_half(x) * 0 is x, bit for bit.
 
     `attention` is the function of the model's own implementation, `masks` are the runs with the attention mask of each, and
-    `prefix` is the layer's KV of a shared prefix.
+    `prefix` is the layer's KV of a shared prefix; `turn_keys` and `turn_queries` rotate.
     """
 
     k_1HND: Tensor
@@ -129,20 +174,23 @@ class IsolatedPass:
 
     def __init__(
         self,
-        rotate: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        turn_keys: Callable[[Tensor], Tensor],
+        turn_queries: Callable[[Tensor], Tensor],
         attention: Callable[..., tuple[Tensor, Any]],
         masks: Sequence[tuple[Run, Any]],
         prefix: tuple[Tensor, Tensor] | None = None,
+        form: KVForm = AS_CACHED,
     ) -> None:
-        self._rotate, self._attention, self._masks, self._prefix = rotate, attention, masks, prefix
+        self._turn_keys, self._turn_queries, self._attention = turn_keys, turn_queries, attention
+        self._masks, self._prefix, self._form = masks, prefix, form
 
     def update(self, k_1HSD: Tensor, v_1HSD: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
-        self.k_1HND, self.v_1HND = k_1HSD, v_1HSD
-        return k_1HSD, v_1HSD
+        self.k_1HND, self.v_1HND = self._form.pack(k_1HSD, v_1HSD)
+        return self._form.unpack(self._turn_keys(self.k_1HND), self.v_1HND)
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Tensor:
-        """Rotate, then every run's attention; (1, N, Q, D)."""
-        q, k = self._rotate(q, k)
+        """Rotate the queries, then every run's attention; (1, N, Q, D)."""
+        q = self._turn_queries(q)
         outputs = []
         for run, run_mask in self._masks:
             q_run, k_run, v_run = map(run.part, (q, k, v))
@@ -200,12 +248,15 @@ class Question:
         return self._blocks[kind]
 
 
-class QuestionPass:
+class QuestionPass(CachePass):
     """The question's rows through one layer over stored KV, keys rotated; the question's own KV is put into it.
 
     Attributes:
         attention_N: float32 (N,), the weights of the last row, in the mean over heads.
+        form: how the layer's KV is stored; the runner sets it.
     """
+
+    form: KVForm = AS_CACHED
 
     def __init__(self, layer_kv: LayerKV, question: Question, window: int | None) -> None:
         self._layer_kv, self._question, self._window = layer_kv, question, window
@@ -213,19 +264,21 @@ class QuestionPass:
 
     def update(self, k_1HSD: Tensor, v_1HSD: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
         """Put the rows' keys and values into the layer; return the layer's known KV."""
-        self._layer_kv.put(self._question.rows.on_device_S, k_1HSD, v_1HSD)
-        k_1HND, v_1HND, readable_K = self._layer_kv.k_1HND, self._layer_kv.v_1HND, self._question.readable_K
-        if readable_K is None:
-            return k_1HND, v_1HND
-        return k_1HND.index_select(2, readable_K), v_1HND.index_select(2, readable_K)
+        readable_K = self._question.readable_K
+        self._layer_kv.put(self._question.rows.on_device_S, *self.form.pack(k_1HSD, v_1HSD))
+        pair = self._layer_kv.k_1HND, self._layer_kv.v_1HND
+        if readable_K is not None:
+            pair = pair[0].index_select(2, readable_K), pair[1].index_select(2, readable_K)
+        return self.form.unpack(*pair)
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Tensor:
         """Attention output (1, S, Q, D); sets `attention_N`."""
-        kernel, scaling, softcap = row_kernel(q.dtype, q.device, q.shape[-1]), kw["scaling"], kw.get("softcap")
-        if kernel is not None and (self._window is None or self._question.readable_K is None):
+        kernel, scores = row_kernel(q.dtype, q.device, q.shape[-1]), scores_of(q, kw)
+        is_served = v.shape[-1] == q.shape[-1]
+        if kernel is not None and is_served and (self._window is None or self._question.readable_K is None):
             weights_QK = torch.zeros(q.shape[1], k.shape[2])
             at_S = self._question.among_readable_S
-            out = kernel.attend(q, k, v, at_S, scaling=scaling, window=self._window, softcap=softcap, weights_QN=weights_QK)
+            out = kernel.attend(q, k, v, at_S, window=self._window, weights_QN=weights_QK, **scores)
             self._add(weights_QK.mean(0))
             return out
         heads, groups = k.shape[1], q.shape[1] // k.shape[1]
@@ -233,10 +286,10 @@ class QuestionPass:
         outputs = []
         for block in self._question.blocks(self._window, q.dtype):
             q_HXD, k_HKD, v_HKD = q_HSGD[:, block.rows].flatten(1, 2), k[0, :, : block.stop], v[0, :, : block.stop]
-            weights_HXK = attention_weights(q_HXD, k_HKD, block, scaling, softcap)
+            weights_HXK = attention_weights(q_HXD, k_HKD, block, **scores)
             outputs.append(torch.matmul(weights_HXK, v_HKD).unflatten(1, (-1, groups)))
         self._add(weights_HXK[:, -groups:].float().mean((0, 1)))  # of the last row; the last block sees all keys
-        return torch.cat(outputs, dim=1).transpose(0, 1).flatten(1, 2)[None]
+        return torch.cat(outputs, dim=1).transpose(0, 1).flatten(1, 2)[None].contiguous()
 
     def _add(self, attention_K: Tensor) -> None:
         if self._question.readable_K is None:

@@ -144,9 +144,19 @@ def kv_geometry(path_or_hub_id: str, device: torch.device, dtype: DTypeOption) -
     except (OSError, ValueError) as error:
         raise InputError(f"the config of the model {name!r} cannot be read: {error}") from error
     config: Any = full.get_text_config(decoder=True)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     dtype = _resolve_dtype(dtype, name, device, {"config": full})
-    return KVGeometry(int(config.num_hidden_layers), int(config.num_key_value_heads), int(head_dim), dtype, device)
+    layers = int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", None) or 0)
+    heads = tuple(map(_heads, getattr(config, "per_layer_config", None) or [config] * layers))[:layers]
+    return KVGeometry(layers, *heads[0], dtype, device, heads_of_layers=heads if len(set(heads)) > 1 else ())
+
+
+def _heads(config: Any) -> tuple[int, int]:
+    """KV heads and head size that a layer's config names; of latent attention those of the latent, as it is stored."""
+    if rank := getattr(config, "kv_lora_rank", None):
+        return 1, (int(rank) + int(config.qk_rope_head_dim)) // 2
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sizes = int(head_dim), int(getattr(config, "v_head_dim", None) or head_dim)
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads), sum(sizes) // 2
 
 
 def _resolve_dtype(dtype: DTypeOption, name: str, device: str | torch.device, kwargs: dict[str, Any]) -> torch.dtype:

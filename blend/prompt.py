@@ -129,14 +129,14 @@ class Prompt:
         Raises:
             IncompatibleKVError: KV of another model, shape, dtype or prefix.
         """
-        needed = geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.dtype
+        needed = {(geometry.layers, *geometry.heads(layer), geometry.dtype) for layer in range(geometry.layers)}
         prefixes: set[tuple[int, ...]] = set()
         for start, _, kv in self.cached():
             shapes = {(kv.num_layers, *kv.heads(layer), kv.dtype) for layer in range(kv.num_layers)}
-            if shapes != {needed}:
+            if shapes != needed:
                 raise IncompatibleKVError(
                     f"the KV at position {start} has (layers, heads, head size, dtype) {sorted(shapes, key=str)} and the model "
-                    f"{needed}; precompute it with this model"
+                    f"{sorted(needed, key=str)}; precompute it with this model"
                 )
             if kv.model is None:
                 continue

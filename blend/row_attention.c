@@ -417,14 +417,16 @@ static void weigh_again(Workspace *work, const Element *keys, int x0, int x1, in
    a key's to the next's. */
 static void attend(Workspace *work, const Rows *q, const int64_t *positions, int64_t x0, int64_t queries, int64_t h,
                    int64_t kv_heads, int64_t groups, int64_t window, const Element *keys, const Element *values,
-                   int64_t value_row, float scaling, float softcap, Element *out, float *last, int64_t last_keys) {
+                   int64_t value_row, float scaling, float softcap, const float *sinks, Element *out, float *last,
+                   int64_t last_keys) {
     int count = (int)smaller(QUERIES, queries - x0);
     memset(work->queries[count], 0, (QUERIES - count) * sizeof work->queries[0]);
     memset(work->sums, 0, sizeof work->sums);
     for (int x = 0; x < count; x++) {
         int64_t row = (x0 + x) / groups, group = (x0 + x) % groups;
         memcpy(work->queries[x], q->at + row * q->row + (h * groups + group) * q->head, sizeof work->queries[0]);
-        work->largest[x] = HIDDEN, work->total[x] = 0;
+        work->largest[x] = sinks == NULL ? HIDDEN : sinks[h * groups + group] / (softcap > 0 ? 1.0f : scaling);
+        work->total[x] = sinks != NULL;
     }
     int64_t first = larger(0, positions[x0 / groups] + 1 - window), stop = positions[(x0 + count - 1) / groups] + 1;
     for (int64_t start = first / GROUP * GROUP; start < stop; start += KEYS) {
@@ -453,11 +455,12 @@ static void attend(Workspace *work, const Rows *q, const int64_t *positions, int
 }
 
 /* Writes the rows' output, (S, H x G, D), and unless `last` is NULL the weights of the last row's queries over the keys that
-   they see, (H x G, last_keys). `positions` are sorted; `window` is a row's number of visible keys. Returns 0, or 1 where
+   they see, (H x G, last_keys). `positions` are sorted; `window` is a row's number of visible keys; `sinks` are (H x G) scores of
+   no key, or NULL. Returns 0, or 1 where
    memory is short. */
 int row_attention(const Rows *q, const Rows *k, const Rows *v, const int64_t *positions, int64_t rows, int64_t kv_heads,
-                  int64_t groups, int64_t window, float scaling, float softcap, int threads, Element *out, float *last,
-                  int64_t last_keys) {
+                  int64_t groups, int64_t window, float scaling, float softcap, const float *sinks, int threads, Element *out,
+                  float *last, int64_t last_keys) {
     int64_t first = larger(0, positions[0] + 1 - window) / GROUP, stop = positions[rows - 1] + 1;
     int64_t key_groups = (stop + GROUP - 1) / GROUP, head = key_groups * GROUP * HEAD_SIZE;
     int64_t queries = rows * groups, tasks = (queries + QUERIES - 1) / QUERIES;
@@ -487,7 +490,7 @@ int row_attention(const Rows *q, const Rows *k, const Rows *v, const int64_t *po
                 int64_t h = task % heads, x0 = (tasks - 1 - task / heads) * QUERIES;
                 const Element *values = PACKS_VALUES ? packed_values + h * head : v->at + (h0 + h) * v->head;
                 attend(work, q, positions, x0, queries, h0 + h, kv_heads, groups, window, packed_keys + h * head, values,
-                       PACKS_VALUES ? HEAD_SIZE : v->row, scaling, softcap, out, last, last_keys);
+                       PACKS_VALUES ? HEAD_SIZE : v->row, scaling, softcap, sinks, out, last, last_keys);
             }
         }
         end_thread();

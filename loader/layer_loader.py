@@ -103,17 +103,17 @@ class Staging:
         self._geometry = geometry
         self._stream = _copy_stream(geometry.device) if geometry.device.type == "cuda" else None
 
-    def buffer(self, tokens: int) -> LayerBuffer:
+    def buffer(self, tokens: int, layer: int = 0) -> LayerBuffer:
         """Memory for a layer, safe to copy to.
 
         On CUDA it belongs to the copies' stream: memory of the fusor's stream may be handed out while kernels queued there
         still write to it, and the copies do not wait for them.
         """
         if self._stream is None:
-            layer_kv = LayerKV.empty(self._geometry, tokens)
+            layer_kv = LayerKV.empty(self._geometry, tokens, layer)
             return LayerBuffer(layer_kv, host_bytes(layer_kv.kv_21HND)[:, 0])
         with torch.cuda.stream(self._stream):
-            return LayerBuffer(LayerKV.empty(self._geometry, tokens))
+            return LayerBuffer(LayerKV.empty(self._geometry, tokens, layer))
 
     def load(self, kv: KVHandle, layer: int, buffer: LayerBuffer, start: int, stop: int) -> None:
         """Read a chunk's layer to the positions from `start` to `stop`, in the calling thread."""
@@ -282,7 +282,7 @@ class LayerLoader:
 
     def _allocate(self, layer: int) -> None:
         """Allocate a layer's buffer; a layer without reads is ready at once, before other layers' copies are issued."""
-        self._buffers[layer] = self._staging.buffer(self._tokens)
+        self._buffers[layer] = self._staging.buffer(self._tokens, layer)
         if not self._missing[layer]:
             self._staging.finish(self._buffers[layer])
 

@@ -153,8 +153,10 @@ def _blend_layers(fusor: Fusor, tokens: int, ratio: float) -> list[LayerSample]:
     segments = [Segment([0] * question)]
     if stored:
         geometry = fusor.runner.geometry
-        nothing_HTD = torch.empty((geometry.kv_heads, 1, geometry.head_dim), dtype=geometry.dtype).expand(-1, len(stored), -1)
-        nothing = [(nothing_HTD, nothing_HTD)] * geometry.layers  # one token's memory: only the compute is timed
+        heads = map(geometry.heads, range(geometry.layers))  # one token's memory: only the compute is timed
+        nothing = [
+            (torch.empty((number, 1, size), dtype=geometry.dtype).expand(-1, len(stored), -1),) * 2 for number, size in heads
+        ]
         segments.insert(0, Segment(stored, ChunkKV(nothing, stored, model=fusor.fingerprint)))
     samples: list[LayerSample] = []
     before, layers = 0, fusor.decoder.geometry.layers
@@ -232,14 +234,15 @@ def _speed(read_bytes: list[int], seconds: list[float]) -> TierSpeed:
 
 def _read_s(geometry: KVGeometry, scratch: Path, config: LoaderConfig, tokens: int, repeats: int) -> dict[str, float]:
     """Median seconds of one read, by tier."""
-    shape_HTD = (geometry.kv_heads, tokens, geometry.head_dim)
-    layer = (torch.randn(shape_HTD).to(geometry.dtype), torch.randn(shape_HTD).to(geometry.dtype))  # of all chunks
+    shapes = [(heads, tokens, size) for heads, size in map(geometry.heads, range(geometry.layers))]
+    drawn = {shape_HTD: torch.randn(shape_HTD).to(geometry.dtype) for shape_HTD in shapes}
+    layers = [(drawn[shape_HTD], drawn[shape_HTD].clone()) for shape_HTD in shapes]  # of all chunks
     ids = [[number] * tokens for number in range(CHUNKS)]
     keys = [ChunkKey.of(chunk, model=MODEL) for chunk in ids]
     seconds: dict[str, list[float]] = {"ram": [], "nvme": []}
     with KVStore(StoreConfig(directory=scratch / "kv", ram_budget_bytes=2 * MAX_BYTES)) as store:
         for key, chunk in zip(keys, ids, strict=True):
-            store.put(key, ChunkKV([layer] * geometry.layers, chunk, (), MODEL))
+            store.put(key, ChunkKV(layers, chunk, (), MODEL))
         for _ in range(repeats + 1):
             seconds["ram"].append(_load_s(store, keys, geometry, config))
     for _ in range(repeats + 1):

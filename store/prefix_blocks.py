@@ -77,7 +77,7 @@ class PrefixRun:
     model: str  # fingerprint of the model that computed it
     windows: tuple[int | None, ...]  # of each layer; None for full attention
     # Per window, `kv_L2HTD` (L layers of that window, T held tokens) of the blocks that are needed, in order.
-    held: Mapping[int | None, Sequence[torch.Tensor]] = field(repr=False)
+    held: Mapping[int | None, Sequence[Sequence[torch.Tensor] | torch.Tensor]] = field(repr=False)
     prefix_ids: ClassVar[tuple[int, ...]] = ()  # these four: see `KVHandle`
     rotated: ClassVar[bool] = True
     tier: ClassVar[str] = "memory"

@@ -164,7 +164,7 @@ class VllmRunner:
             pairs[kind] = torch.cat([cos_NX, cos_NX], dim=-1)[None], torch.cat([sin_NX, sin_NX], dim=-1)[None]
         return pairs
 
-    def rotate(self, k_1HSD: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
+    def rotate(self, layer: int, k_1HSD: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
         """Rotate the halves of the rotary part of each head; the numbers after it are unchanged.
 
         In float32 and rounded once, as vLLM's kernels do.
@@ -178,13 +178,10 @@ class VllmRunner:
         turned[..., 2 * half :] = k_1HSD[..., 2 * half :]
         return turned
 
-    def _rotate_both(self, q: torch.Tensor, k: torch.Tensor, cos_sin: CosSin) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.rotate(q, cos_sin), self.rotate(k, cos_sin)
-
     def project_kv(self, layer: int, hidden_2SM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # Of the attention's output one row is computed, which nobody reads: a projection of no rows at all is a floating point
         # exception in vLLM 0.32's bfloat16 product on CPUs.
-        capture = IsolatedPass(lambda q, k: (q, k), _isolated_attention, [(Run(0, 1, 1), None)])
+        capture = IsolatedPass(_same, _same, _isolated_attention, [(Run(0, 1, 1), None)])
         block, normed_SM = self._unrotated[layer], _normed(self._layers[layer].input_layernorm, hidden_2SM)
         positions_S = torch.zeros(len(normed_SM), dtype=torch.long, device=normed_SM.device)
         with self._stubs[layer].running(capture):
@@ -223,9 +220,9 @@ class VllmRunner:
         for layer, window in enumerate(self.windows[:-1]):
             masks = [(run, self._mask(run, first, window)) for run in together]
             prefix = None if shared is None else shared.layers[layer]
-            turn = partial(self._rotate_both, cos_sin=rotary[self.layer_types[layer]])
+            turn = partial(self.rotate, layer, cos_sin=rotary[self.layer_types[layer]])
             attention = _isolated_attention if kernel is None else partial(_by_kernel, kernel, layer, rows)
-            layer_pass = IsolatedPass(turn, attention, masks, prefix)
+            layer_pass = IsolatedPass(turn, turn, attention, masks, prefix)
             hidden_2NM = self._run(self._unrotated[layer], layer, hidden_2NM, positions_N, layer_pass)
             yield _apart(layer_pass.k_1HND), _apart(layer_pass.v_1HND)
         k_1HND, v_1HND = self.project_kv(len(self._layers) - 1, hidden_2NM)
@@ -240,8 +237,9 @@ class VllmRunner:
     def share(self, prefix_ids: Sequence[int]) -> SharedPrefix:
         positions_P = torch.arange(len(prefix_ids), device=self.geometry.device)
         rotary = self.rotary(positions_P, torch.empty(0))
-        every = zip(self.layer_types, self.run_isolated([prefix_ids]), strict=True)
-        return SharedPrefix(len(prefix_ids), [(self.rotate(k, rotary[kind]), v.clone()) for kind, (k, v) in every])
+        every = enumerate(zip(self.layer_types, self.run_isolated([prefix_ids]), strict=True))
+        layers = [(self.rotate(layer, k, rotary[kind]), v.clone()) for layer, (kind, (k, v)) in every]
+        return SharedPrefix(len(prefix_ids), layers)
 
     def _run(
         self, block: Any, layer: int, hidden_2SM: torch.Tensor, positions_S: torch.Tensor, layer_pass: LayerPass
@@ -251,6 +249,10 @@ class VllmRunner:
         with self._stubs[layer].running(layer_pass):
             pair = block(positions=positions_S, hidden_states=hidden_SM, residual=residual_SM)
         return torch.stack(pair)
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def _apart(x_1HND: torch.Tensor) -> torch.Tensor:

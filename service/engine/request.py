@@ -411,7 +411,8 @@ class Request:
     def decode(self, logits_V: torch.Tensor) -> bool:
         """Draw the next token, now that the last one has its KV. True if the answer is complete."""
         if self.prefill is not None and self.prefill.prefix is not None:
-            self.prefill.prefix.append(self.last_token, lambda layer, tokens: self.kv.layers[layer].last(tokens))
+            stored = self.engine.fusor.decoder.stored
+            self.prefill.prefix.append(self.last_token, lambda layer, tokens: stored(layer, self.kv.layers[layer].last(tokens)))
         return self._draw(logits_V)
 
     def _draw(self, logits_V: torch.Tensor) -> bool:

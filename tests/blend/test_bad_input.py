@@ -14,7 +14,9 @@ from tiny_models import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from cacheblend.base.errors import InputError, PromptTooLongError
-from cacheblend.blend import Fusor, IncompatibleKVError, Segment, UnsupportedModelError
+from cacheblend.blend import FusionConfig, Fusor, IncompatibleKVError, Segment, UnsupportedModelError
+from cacheblend.blend import fusor as fusor_module
+from cacheblend.blend.anatomy import LayerAnatomy
 from cacheblend.store import ChunkKV
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -85,25 +87,25 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 PHI3 = {"pad_token_id": 0, "max_position_embeddings": 128, "original_max_position_embeddings": 64}
 MAMBA = {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 4}
-SHARED_KV = {"num_hidden_layers": 5, "num_kv_shared_layers": 2, "head_dim": 16, "layer_types": None, "laurel_rank": 4}
-SHARED_KV |= {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "altup_num_inputs": 2}
-SHARED_KV |= {"activation_sparsity_pattern": None}
-SHARED_KV["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+INDEXED = {**TINY, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "n_routed_experts": 4, "n_group": 1}
+INDEXED |= {"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 NEXT = {"head_dim": 16, "num_experts": 0, "layer_types": ["linear_attention", "full_attention"]}
 
 
 @pytest.mark.parametrize(
     ("family", "shape", "reason"),
     [
-        ("gpt2", {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}, "no layers, norm, rotary_emb"),
+        (
+            "gpt2",
+            {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2},
+            "gpt2 models cannot be blended: positions are in",
+        ),
         ("mamba", {**TINY, "state_size": 4}, "mamba models.*state-space.*LinearAttentionLayer instead of keys and values"),
-        ("bamba", {**LAYERS, **MAMBA}, "bamba models cannot be blended: it has state-space or .*be put together from chunks$"),
-        ("gemma3n_text", {**LAYERS, **SHARED_KV}, "gemma3n_text models.*share another layer's KV"),
+        ("bamba", {**LAYERS, **MAMBA}, "bamba models cannot be blended: it has state-space or .*put together from chunks$"),
         ("qwen3_next", {**LAYERS, **NEXT}, "qwen3_next models.*LinearAttentionLayer instead of keys and values"),
-        ("stablelm", LAYERS, "not among the verified families"),
-        ("llama", {**TINY, "rope_parameters": DYNAMIC}, "'dynamic' changes with the prompt's length"),
+        ("gpt_neox_japanese", {**TINY, "intermediate_multiple_size": 2}, "its attention is its own code"),
+        ("deepseek_v32", INDEXED, "an indexer chooses the keys"),
         ("t5", {"vocab_size": 64, "d_model": 32, "d_ff": 32, "d_kv": 8, "num_layers": 1, "num_heads": 2}, "encoder-decoder"),
-        ("phi3", {**LAYERS, **PHI3, "rope_parameters": LONG}, "'longrope' changes with the prompt's length"),
     ],
 )
 def test_unsupported_models_say_what_is_missing(family: str, shape: dict[str, Any], reason: str) -> None:
@@ -116,20 +118,33 @@ def test_unsupported_models_say_what_is_missing(family: str, shape: dict[str, An
         )
 
 
-def test_an_unverified_family_is_checked_against_its_own_forward() -> None:
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        ("llama", {**TINY, "max_position_embeddings": 64, "rope_parameters": DYNAMIC}),
+        ("phi3", {**LAYERS, **PHI3, "rope_parameters": LONG}),
+    ],
+)
+def test_prompts_beyond_the_length_at_which_a_rotation_changes(family: str, shape: dict[str, Any]) -> None:
+    """A rope that changes with the length blends up to where it does; a longer prompt is refused with the limit."""
+    fusor = Fusor(AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape)).eval())
+    ids = [1 + index % 60 for index in range(65)]
+    fused = fusor.fuse([Segment(ids[:30], fusor.precompute(ids[:30])), Segment(ids[30:64])], FusionConfig(recompute_ratio=1.0))
+    assert float((fused.logits - fusor.prefill(ids[:64]).logits).abs().max()) < 1e-4
+    with pytest.raises(PromptTooLongError, match="64 positions"):
+        fusor.fuse([Segment(ids)])
+
+
+def test_an_unverified_family_is_checked_against_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the flag an unverified family is taken if blending is exact where it must be, and refused where it is not."""
-    shape = {**LAYERS, "pad_token_id": 0}
-    works = AutoModelForCausalLM.from_config(AutoConfig.for_model("arcee", **shape)).eval()
+    monkeypatch.setattr(fusor_module, "VERIFIED", frozenset({"llama"}))
+    works = tiny_model("qwen3")
     with pytest.raises(UnsupportedModelError, match="allow_unverified"):
         Fusor(works)
-    assert Fusor(works, allow_unverified=True).fuse([Segment([1, 2, 3])]).logits.shape == (64,)
-    without_rope_in_layer_1 = AutoConfig.for_model("smollm3", **shape, no_rope_layers=[1, 0])
-    fails = AutoModelForCausalLM.from_config(without_rope_in_layer_1).eval()
-    with torch.no_grad():
-        for parameter in fails.model.layers.parameters():
-            parameter.mul_(8)
+    assert Fusor(works, allow_unverified=True).fuse([Segment([1, 2, 3])]).logits.shape == (97,)
+    monkeypatch.setattr(LayerAnatomy, "rotate", lambda _, k, __: k)
     with pytest.raises(UnsupportedModelError, match="off by"):
-        Fusor(fails, allow_unverified=True)
+        Fusor(works, allow_unverified=True)
 
 
 def test_no_model_at_a_path(tmp_path: Path) -> None:

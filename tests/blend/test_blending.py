@@ -60,7 +60,9 @@ def test_planted_faults_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) ->
         attend_at(lambda positions, keys: torch.arange(keys - len(positions), keys))
     elif fault == "rotation off by one":
         monkeypatch.setattr(
-            fusor.decoder, "rotate", lambda k, cos_sin: own_rotate(k, (cos_sin[0].roll(1, 1), cos_sin[1].roll(1, 1)))
+            fusor.decoder,
+            "rotate",
+            lambda layer, k, cos_sin: own_rotate(layer, k, (cos_sin[0].roll(1, 1), cos_sin[1].roll(1, 1))),
         )
     else:
         own_compare = fusion.Fusion._compare

@@ -59,7 +59,7 @@ class PlainRunner:
         both = torch.cat([angles_NX, angles_NX], dim=-1)[None]
         return {"rope": (both.cos(), both.sin())}
 
-    def rotate(self, k_1HSD: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
+    def rotate(self, layer: int, k_1HSD: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
         cos, sin = (x[:, None] for x in cos_sin)
         one, two = k_1HSD.chunk(2, dim=-1)
         return k_1HSD * cos + torch.cat([-two, one], dim=-1) * sin
@@ -124,7 +124,7 @@ class PlainRunner:
         q, k, v, o, up, down = self.layers[layer]
         normed = _norm(hidden_1SM)
         heads = [self._heads(normed @ x.T) for x in (q, k, v)]
-        out_1SQD = attention(self.rotate(heads[0], cos_sin_S), self.rotate(heads[1], cos_sin_S), heads[2])
+        out_1SQD = attention(self.rotate(0, heads[0], cos_sin_S), self.rotate(0, heads[1], cos_sin_S), heads[2])
         hidden_1SM = hidden_1SM + self.reduce(out_1SQD.flatten(2) @ o.T)
         return hidden_1SM + torch.relu(_norm(hidden_1SM) @ up.T) @ down.T
 

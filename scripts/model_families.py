@@ -1,0 +1,207 @@
+"""Which decoder families of transformers blend: a tiny random model of each through the project's own gate.
+
+python scripts/model_families.py            # all of them, a line each
+python scripts/model_families.py llama gemma4_text --seconds 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import warnings
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from cacheblend.base.errors import CacheBlendError
+from cacheblend.blend import FusionConfig, Fusor, Segment, SequenceKV
+from cacheblend.blend.fidelity import check_against_model
+
+TOKENS, NEW_TOKENS = 120, 6
+# Sizes of a tiny model, where a family's config has such a field and it is not None.
+SIZES: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "sliding_window": 24,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LATENT = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
+ALTERNATE = ["sliding_attention", "full_attention"] * 3
+PER_LAYER = {
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 2,
+    "layer_types": ALTERNATE,
+    "vocab_size_per_layer_input": 256,
+    "hidden_size_per_layer_input": 8,
+}
+# What a family calls otherwise, or needs beside.
+OWN: dict[str, dict[str, Any]] = {
+    "axk1": LATENT,
+    "deepseek_v2": LATENT | {"topk_method": "greedy", "num_experts_per_tok": 2},
+    "deepseek_v3": LATENT,
+    "glm4_moe_lite": LATENT,
+    "minicpm3": LATENT,
+    "youtu": LATENT,
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "gemma3n_text": PER_LAYER | {"laurel_rank": 8, "intermediate_size": [96] * 6, "activation_sparsity_pattern": [0.0] * 6},
+    "gemma4_text": PER_LAYER | {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    "granitemoehybrid": {"layer_types": ["attention"] * 4},
+    "llama4_text": {"attention_chunk_size": 256},
+    "mllama_text_model": {"num_hidden_layers": 4, "cross_attention_layers": [2]},
+    "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4},
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": 4,
+    },
+    "cohere_compass_text": {
+        "layer_types": ALTERNATE[:4],
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ALTERNATE[:2]},
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a family's tiny model fared: `reason` is empty where it blends, at ratio 1.0 with the model's own logits."""
+
+    family: str
+    reason: str
+    logits_off: float = 0.0
+
+
+def tiny_config(family: str) -> Any:  # a config of transformers, of any class
+    """A small config of a family; a wrapper's is its text model's."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(family).get_text_config(decoder=True)
+    own = OWN.get(config.model_type, OWN.get(family, {}))
+    sizes = {name: value for name, value in SIZES.items() if _value(config, name) is not None}
+    if hasattr(type(config), "head_dim") and not isinstance(getattr(type(config), "head_dim", None), property):
+        sizes["head_dim"] = SIZES["head_dim"]
+    if "layer_types" not in own and isinstance(_value(config, "layer_types"), list):
+        sizes["layer_types"] = config.layer_types[: SIZES["num_hidden_layers"]]
+    config = type(config)(**sizes | own)
+    if family == "dbrx":
+        config.attn_config.clip_qkv = 8.0  # without it transformers' own forward fails
+    return config
+
+
+def _value(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except Exception:  # of a field that may differ between layers, an error of its own kind
+        return True
+
+
+def tiny_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A random model of a family, with weights large enough that a fault shows."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    torch.manual_seed(0)
+    config = tiny_config(family)
+    kind = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])
+    kind = kind if isinstance(config, kind.config_class) else transformers.AutoModelForCausalLM
+    make = kind._from_config if hasattr(kind, "_from_config") else kind.from_config
+    model = make(config, dtype=dtype).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.mul_(3)
+        elif not bool(parameter.any()):
+            parameter.data.normal_(0, 0.5)  # sinks and biases begin at zero
+    return model
+
+
+def verdict(family: str) -> Verdict:
+    """Blend a tiny model of a family, and compare with its own forward and its own greedy tokens."""
+    try:
+        fusor = Fusor(tiny_model(family), allow_unverified=True)
+        check_against_model(fusor, family)
+    except CacheBlendError as error:
+        return Verdict(family, str(error))
+    ids = torch.randint(3, 250, (TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
+    parts = ids[:10], ids[10:60], ids[60:100], ids[100:]
+    stored = [fusor.precompute(part) for part in parts[1:3]]
+    segments = [Segment(parts[0]), *(Segment(part, kv) for part, kv in zip(parts[1:3], stored, strict=True)), Segment(parts[3])]
+    full = fusor.prefill(ids)
+    fused = [fusor.fuse(segments, FusionConfig(recompute_ratio=ratio)) for ratio in (1.0, 0.3, 0.0)]
+    off = float((full.logits - fused[0].logits).abs().max())
+    if not off <= 1e-4 * max(1.0, float(full.logits.abs().max())):
+        return Verdict(family, f"its logits at ratio 1.0 are off by {off:.2g}", off)
+    own = fusor.generate(full, NEW_TOKENS, do_sample=False, eos_token_id=None)
+    kv, drawn = SequenceKV(fused[0], fusor.decoder.windows), [int(fused[0].logits.argmax())]
+    while len(drawn) < NEW_TOKENS:
+        drawn.append(int(fusor.decoder.decode(drawn[-1:], [kv])[0].argmax()))
+    return Verdict(family, "" if drawn == own else f"its greedy tokens after a blend are {drawn} and not {own}", off)
+
+
+def verdicts(families: Iterable[str], seconds: int) -> Iterable[Verdict]:
+    """Each family's verdict; one that takes too long or fails otherwise has that as its reason."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"not done within {seconds} seconds")
+
+    signal.signal(signal.SIGALRM, stop)
+    for family in families:
+        signal.alarm(seconds)
+        try:
+            yield verdict(family)
+        except Exception as error:  # of the family's own code, with sizes that it was never meant for
+            yield Verdict(family, f"{type(error).__name__}: {error}".splitlines()[0])
+        finally:
+            signal.alarm(0)
+
+
+def main(arguments: list[str]) -> int:
+    """The command; exits with 1 if a named family does not blend."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", help="names of families; all of transformers' decoders without one")
+    parser.add_argument("--seconds", type=int, default=40, help="time for one family")
+    parser.add_argument("--json", action="store_true", help="a JSON object a line")
+    given = parser.parse_args(arguments)
+    warnings.filterwarnings("ignore")
+    blended = total = 0
+    for found in verdicts(given.families or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), given.seconds):
+        line = json.dumps(asdict(found)) if given.json else f"{found.family:26} {found.reason or 'blends'}"
+        print(line, flush=True)
+        blended, total = blended + (not found.reason), total + 1
+    print(f"{blended} of {total} families blend", file=sys.stderr)
+    return int(bool(given.families) and blended < total)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
