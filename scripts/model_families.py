@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 import sys
 import warnings
@@ -94,11 +95,15 @@ OWN: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a family's tiny model fared: `reason` is empty where it blends, at ratio 1.0 with the model's own logits."""
+    """How a family's tiny model fared: `reason` is empty where it blends, at ratio 1.0 with the model's own logits.
+
+    `special` is what its layers have that Llama's do not.
+    """
 
     family: str
     reason: str
     logits_off: float = 0.0
+    special: str = ""
 
 
 def tiny_config(family: str) -> Any:  # a config of transformers, of any class
@@ -126,13 +131,14 @@ def _value(config: Any, name: str) -> Any:
 
 
 def tiny_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A random model of a family, with weights large enough that a fault shows."""
+    """A random model of a family, or of a model type within one, with weights large enough that a fault shows."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     torch.manual_seed(0)
     config = tiny_config(family)
-    kind = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    kind = getattr(transformers, names.get(family) or names[family.partition("_text")[0]])
     kind = kind if isinstance(config, kind.config_class) else transformers.AutoModelForCausalLM
     make = kind._from_config if hasattr(kind, "_from_config") else kind.from_config
     model = make(config, dtype=dtype).eval().requires_grad_(False)
@@ -164,7 +170,35 @@ def verdict(family: str) -> Verdict:
     kv, drawn = SequenceKV(fused[0], fusor.decoder.windows), [int(fused[0].logits.argmax())]
     while len(drawn) < NEW_TOKENS:
         drawn.append(int(fusor.decoder.decode(drawn[-1:], [kv])[0].argmax()))
-    return Verdict(family, "" if drawn == own else f"its greedy tokens after a blend are {drawn} and not {own}", off)
+    reason = "" if drawn == own else f"its greedy tokens after a blend are {drawn} and not {own}"
+    return Verdict(family, reason, off, special(fusor))
+
+
+def special(fusor: Fusor) -> str:
+    """What the layers of a model have that Llama's do not."""
+    geometry, layers = fusor.decoder.geometry, fusor.decoder.anatomy
+    found = {
+        "latent attention": any(not layer.caches_keys and layer.is_packed for layer in layers),
+        "layers that read another's KV": bool(geometry.shared),
+        "layers of different shapes": bool(geometry.heads_of_layers),
+        "keys and values of different sizes": any(layer.caches_keys and layer.is_packed for layer in layers),
+        "layers without rotation": any(layer.rotation is None for layer in layers),
+        "a norm after the rotation": any(layer.rotation is not None and layer.rotation.scale_D is not None for layer in layers),
+        "sinks": any(getattr(layer.attention, "sinks", None) is not None for layer in layers),
+    }
+    return ", ".join(name for name, is_so in found.items() if is_so)
+
+
+def page(found: Iterable[Verdict]) -> str:
+    """Tables for docs/models.md: the families that blend by what is special, and the others by why they do not."""
+    blend, refused = dict[str, list[str]](), dict[str, list[str]]()
+    for one in found:
+        reason = re.sub(r"^.* models cannot be blended: | \(.*|, whose.*|: .*", "", one.reason)
+        (refused if one.reason else blend).setdefault(reason or one.special, []).append(one.family)
+    lines = ["| families that blend | special |", "|---|---|"]
+    lines += [f"| {', '.join(names)} | {kind or 'nothing'} |" for kind, names in blend.items()]
+    lines += ["", "| families that do not | why |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {', '.join(names)} | {reason} |" for reason, names in sorted(refused.items()))])
 
 
 def verdicts(families: Iterable[str], seconds: int) -> Iterable[Verdict]:
@@ -192,15 +226,19 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("families", nargs="*", help="names of families; all of transformers' decoders without one")
     parser.add_argument("--seconds", type=int, default=40, help="time for one family")
     parser.add_argument("--json", action="store_true", help="a JSON object a line")
+    parser.add_argument("--page", action="store_true", help="the tables of docs/models.md")
     given = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")
-    blended = total = 0
+    every = list[Verdict]()
     for found in verdicts(given.families or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), given.seconds):
-        line = json.dumps(asdict(found)) if given.json else f"{found.family:26} {found.reason or 'blends'}"
-        print(line, flush=True)
-        blended, total = blended + (not found.reason), total + 1
-    print(f"{blended} of {total} families blend", file=sys.stderr)
-    return int(bool(given.families) and blended < total)
+        every.append(found)
+        if not given.page:
+            print(json.dumps(asdict(found)) if given.json else f"{found.family:26} {found.reason or 'blends'}", flush=True)
+    if given.page:
+        print(page(every))
+    blended = sum(not found.reason for found in every)
+    print(f"{blended} of {len(every)} families blend", file=sys.stderr)
+    return int(bool(given.families) and blended < len(every))
 
 
 if __name__ == "__main__":
