@@ -387,7 +387,7 @@ class Decoder:
         from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
         make = create_causal_mask if window is None else create_sliding_window_causal_mask
-        return make(self._reference_config, hidden_1NM[0, run.rows].unflatten(0, (run.sequences, run.tokens)), None, None)
+        return make(self.config, hidden_1NM[0, run.rows].unflatten(0, (run.sequences, run.tokens)), None, None)
 
     @torch.no_grad()
     def decode(self, token_ids: Sequence[int], sequences: Sequence[SequenceKV]) -> torch.Tensor:

@@ -27,11 +27,12 @@ VERIFIED = frozenset(
     """
     afmoe apertus arcee aria_text axk1 beam bitnet cohere cohere2 cohere2_moe cohere_compass_text cwm dbrx deepseek_v2
     deepseek_v3 diffllama dots1 emu3_text_model ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2
-    gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt_neox gpt_oss granite
+    gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite glm4v_text gpt_neox gpt_oss granite
     granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3
     hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama llama4_text mellum mimo_v2_flash minicpm3
     minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral mllama_text_model modernbert-decoder nanochat
-    nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss
+    nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_5_vl_text qwen2_moe
+    qwen2_vl_text qwen3 qwen3_moe qwen3_vl_moe_text qwen3_vl_text seed_oss
     smollm3 solar_open stablelm starcoder2 vaultgemma youtu
     """.split()  # noqa: SIM905
 )

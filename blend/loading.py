@@ -86,7 +86,7 @@ def load_model(
     name = locate_model(path_or_hub_id)
     try:
         dtype = _resolve_dtype(dtype, name, device, kwargs)
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **{**kwargs, **NO_CODE})
+        model: Any = _class_for(name, kwargs).from_pretrained(name, dtype=dtype, **{**kwargs, **NO_CODE})
         if drops_softcap(model):
             model.set_attn_implementation("eager")
     except ValueError as error:
@@ -148,6 +148,16 @@ def kv_geometry(path_or_hub_id: str, device: torch.device, dtype: DTypeOption) -
     layers = int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", None) or 0)
     heads = tuple(map(_heads, getattr(config, "per_layer_config", None) or [config] * layers))[:layers]
     return KVGeometry(layers, *heads[0], dtype, device, heads_of_layers=heads if len(set(heads)) > 1 else ())
+
+
+def _class_for(name: str, kwargs: dict[str, Any]) -> Any:
+    """The class of transformers for a model: of causal LMs, or where there is none, of models that see images."""
+    config = kwargs.get("config") or transformers.AutoConfig.from_pretrained(name, **_options(kwargs), **NO_CODE)
+    from transformers.models.auto import modeling_auto
+
+    is_wrapper = config.model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    is_causal = config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return transformers.AutoModelForImageTextToText if is_wrapper and not is_causal else transformers.AutoModelForCausalLM
 
 
 def _heads(config: Any) -> tuple[int, int]:

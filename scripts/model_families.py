@@ -93,6 +93,29 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
+# Families that see images, whose decoder blends inside them.
+WRAPPERS = ("gemma3", "gemma4", "glm4v", "idefics3", "internvl", "llama4", "llava", "mistral3")
+WRAPPERS += ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe")
+SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+OWN |= dict.fromkeys(("qwen2_5_vl_text", "qwen2_vl_text", "glm4v_text"), SECTIONS)
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "embed_dim": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "image_size": 28,
+    "patch_size": 14,
+    "out_hidden_size": 64,
+    "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [0],
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """How a family's tiny model fared: `reason` is empty where it blends, at ratio 1.0 with the model's own logits.
@@ -123,6 +146,17 @@ def tiny_config(family: str) -> Any:  # a config of transformers, of any class
     return config
 
 
+def tiny_wrapper_config(family: str) -> Any:  # a config of transformers, of any class
+    """A small config of a family that sees images."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(family)
+    vision = config.vision_config or AutoConfig.for_model(f"{family}_vision")
+    sizes = {name: value for name, value in VISION.items() if hasattr(vision, name)}
+    parts = {"text_config": tiny_config(family).to_dict(), "vision_config": type(vision)(**sizes).to_dict()}
+    return type(config)(**parts, **({"audio_config": None} if hasattr(config, "audio_config") else {}))
+
+
 def _value(config: Any, name: str) -> Any:
     try:
         return getattr(config, name, None)
@@ -136,13 +170,16 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     torch.manual_seed(0)
-    config = tiny_config(family)
-    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    kind = getattr(transformers, names.get(family) or names[family.partition("_text")[0]])
-    kind = kind if isinstance(config, kind.config_class) else transformers.AutoModelForCausalLM
-    make = kind._from_config if hasattr(kind, "_from_config") else kind.from_config
-    model = make(config, dtype=dtype).eval().requires_grad_(False)
-    for parameter in model.parameters():
+    if family in WRAPPERS:
+        model = transformers.AutoModelForImageTextToText.from_config(tiny_wrapper_config(family), dtype=dtype)
+    else:
+        config, names = tiny_config(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        kind = getattr(transformers, names.get(family) or names[family.partition("_text")[0]])
+        kind = kind if isinstance(config, kind.config_class) else transformers.AutoModelForCausalLM
+        make = kind._from_config if hasattr(kind, "_from_config") else kind.from_config
+        model = make(config, dtype=dtype)
+    model.eval().requires_grad_(False)
+    for parameter in model.get_decoder().parameters() if family in WRAPPERS else model.parameters():
         if parameter.ndim > 1:
             parameter.data.mul_(3)
         elif not bool(parameter.any()):
@@ -223,14 +260,16 @@ def main(arguments: list[str]) -> int:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", help="names of families; all of transformers' decoders without one")
+    parser.add_argument(
+        "families", nargs="*", help="names of families; all of transformers' decoders, and wrappers, without one"
+    )
     parser.add_argument("--seconds", type=int, default=40, help="time for one family")
     parser.add_argument("--json", action="store_true", help="a JSON object a line")
     parser.add_argument("--page", action="store_true", help="the tables of docs/models.md")
     given = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")
     every = list[Verdict]()
-    for found in verdicts(given.families or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), given.seconds):
+    for found in verdicts(given.families or dict.fromkeys([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *WRAPPERS]), given.seconds):
         every.append(found)
         if not given.page:
             print(json.dumps(asdict(found)) if given.json else f"{found.family:26} {found.reason or 'blends'}", flush=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from model_families import tiny_model, verdict
+from model_families import WRAPPERS, tiny_model, verdict
 from prompts import draw_ids
 from transformers import DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -31,7 +32,13 @@ KINDS = {
     "keys and values of different sizes": "mimo_v2_flash",
     "rotation of neighbours": "llama4_text",
 }
-WINDOWED = 24  # of the tiny models: prompts are longer
+SEEN_IN_WRAPPERS = {
+    "glm4v_text",
+    "qwen2_5_vl_text",
+    "qwen2_vl_text",
+    "qwen3_vl_moe_text",
+    "qwen3_vl_text",
+}  # no class of their own
 
 
 @functools.cache
@@ -41,12 +48,21 @@ def fusor_of(family: str) -> Fusor:
     return Fusor(tiny_model(family), allow_unverified=True)
 
 
-@pytest.mark.parametrize("family", sorted(VERIFIED))
+@pytest.mark.parametrize("family", sorted({*VERIFIED, *WRAPPERS} - SEEN_IN_WRAPPERS))
 def test_blends(family: str) -> None:
     """Ratio 1.0 has the model's own logits, reuse and selection run, and decoding goes on as `generate` does."""
     if family not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {family}")
     assert verdict(family).reason == ""
+
+
+def test_a_wrapper_is_loaded_from_its_folder(tmp_path: Path) -> None:
+    """A model that sees images is loaded by its own class, and its decoder blends inside it."""
+    tiny_model("mistral3").save_pretrained(tmp_path)
+    fusor = Fusor.from_pretrained(str(tmp_path))
+    ids = draw_ids(40, 1)
+    fused = fusor.fuse([Segment(ids[:20], fusor.precompute(ids[:20])), Segment(ids[20:])], FusionConfig(recompute_ratio=1.0))
+    assert float((fused.logits - fusor.prefill(ids).logits).abs().max()) <= 1e-4
 
 
 def rag_prompt(fusor: Fusor) -> list[Segment]:
