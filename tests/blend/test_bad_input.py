@@ -142,7 +142,7 @@ def test_an_unverified_family_is_checked_against_its_own_forward(monkeypatch: py
     with pytest.raises(UnsupportedModelError, match="allow_unverified"):
         Fusor(works)
     assert Fusor(works, allow_unverified=True).fuse([Segment([1, 2, 3])]).logits.shape == (97,)
-    monkeypatch.setattr(LayerAnatomy, "rotate", lambda _, k, __: k)
+    monkeypatch.setattr(LayerAnatomy, "rotate", lambda _, k, *__, **___: k)
     with pytest.raises(UnsupportedModelError, match="off by"):
         Fusor(works, allow_unverified=True)
 
