@@ -28,7 +28,7 @@ from .attention import Rows
 from .cpu_modules import PackedLinear, is_worth_packing, packed, with_fused_norms
 from .families import rope_parameters
 from .generation import DecodeKernel, DecodePass, OneSequencePass, SequenceKV, decode_kernel
-from .interfaces import CosSin, KVGeometry, LayerKV, ModelRunner
+from .interfaces import CosSin, KVGeometry, LayerKV
 from .layer_passes import IsolatedPass, LayerPass, QuestionPass, RowsPass, Run, SharedPrefix, prefix_mask, runs
 
 if TYPE_CHECKING:
@@ -453,7 +453,7 @@ def _place_of_layers(tree: PreTrainedModel, count: int) -> tuple[str, str]:
     inside = next((name for name, module in tree.named_modules() if module is decoder), "")
     for prefix in dict.fromkeys((inside, "")):  # some models' decoder is their head
         for name, module in tree.get_submodule(prefix).named_modules(prefix=prefix):
-            if isinstance(module, nn.ModuleList) and len(module) == count:
+            if isinstance(module, nn.ModuleList) and 0 < len(module) == count:
                 owner, _, own = name.rpartition(".")
                 return owner, own
     raise UnblendableError("its decoder has no list of layers")
@@ -468,36 +468,6 @@ def _max_positions(config: Any) -> int | None:
         if rope.get("rope_type") in LENGTH_DEPENDENT_ROPES:
             limits.append(rope.get("original_max_position_embeddings"))
     return min((int(limit) for limit in limits if limit), default=None)
-
-
-class CacheSink:
-    """Puts finished layers into a `DynamicCache` without copying them; of a sliding layer only the last window.
-
-    Attributes:
-        cache: the prompt's KV cache, complete once all layers were put.
-        memory: the layers' buffers, for `FusionResult.memory`.
-    """
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._windows, self.cache = runner.windows, runner.empty_cache()
-        self._anatomy = runner.anatomy if isinstance(runner, Decoder) else None
-        self.memory: list[torch.Tensor | None] = []
-
-    def put(self, layer: int, layer_kv: LayerKV) -> None:
-        """Put a finished layer into the cache."""
-        pair = layer_kv.k_1HND, layer_kv.v_1HND
-        is_packed = self._anatomy is not None and self._anatomy[layer].is_packed
-        if self._anatomy is not None:
-            pair = self._anatomy[layer].unpack(*pair)
-        place = layer if self._anatomy is None else self._anatomy[layer].cache_index
-        self.cache.update(pair[0][:, :, :0], pair[1][:, :, :0], place)
-        target: Any = self.cache.layers[place]
-        target.keys, target.values = pair
-        if target.is_sliding:
-            target.cumulative_length = layer_kv.k_1HND.shape[2]
-            window_tokens = target.sliding_window - 1
-            target.keys, target.values = (x[:, :, max(0, x.shape[2] - window_tokens) :].clone() for x in pair)
-        self.memory.append(None if is_packed or self._windows[layer] is not None else layer_kv.memory_21HCD)
 
 
 class _OneHead(nn.Module):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import option
 
 from .attention import Rows, row_kernel, upload
-from .decoder import CacheSink
+from .decoder import Decoder
 from .interfaces import CosSin, LayerKV, LayerSink, LayerSource, ModelRunner
 from .layer_passes import Question, QuestionPass, question_rows
 from .prompt import FusionResult, LayerReport, Prompt
@@ -319,6 +319,36 @@ class Fusion:
 
     def _own_rotation(self, layer: int, k_1HTD: Tensor, cos_1TX: Tensor, sin_1TX: Tensor) -> None:
         k_1HTD.copy_(self._runner.rotate(layer, k_1HTD, (cos_1TX, sin_1TX)))
+
+
+class CacheSink:
+    """Puts finished layers into a `DynamicCache` without copying them; of a sliding layer only the last window.
+
+    Attributes:
+        cache: the prompt's KV cache, complete once all layers were put.
+        memory: the layers' buffers, for `FusionResult.memory`.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._windows, self.cache = runner.windows, runner.empty_cache()
+        self._anatomy = runner.anatomy if isinstance(runner, Decoder) else None
+        self.memory: list[Tensor | None] = []
+
+    def put(self, layer: int, layer_kv: LayerKV) -> None:
+        """Put a finished layer into the cache."""
+        pair = layer_kv.k_1HND, layer_kv.v_1HND
+        is_packed = self._anatomy is not None and self._anatomy[layer].is_packed
+        if self._anatomy is not None:
+            pair = self._anatomy[layer].unpack(*pair)
+        place = layer if self._anatomy is None else self._anatomy[layer].cache_index
+        self.cache.update(pair[0][:, :, :0], pair[1][:, :, :0], place)
+        target: Any = self.cache.layers[place]
+        target.keys, target.values = pair
+        if target.is_sliding:
+            target.cumulative_length = layer_kv.k_1HND.shape[2]
+            window_tokens = target.sliding_window - 1
+            target.keys, target.values = (x[:, :, max(0, x.shape[2] - window_tokens) :].clone() for x in pair)
+        self.memory.append(None if is_packed or self._windows[layer] is not None else layer_kv.memory_21HCD)
 
 
 class FusionSteps:

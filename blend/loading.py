@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from cacheblend.base.errors import InputError, UnsupportedModelError
@@ -86,10 +87,11 @@ def load_model(
     name = locate_model(path_or_hub_id)
     try:
         dtype = _resolve_dtype(dtype, name, device, kwargs)
-        model: Any = _class_for(name, kwargs).from_pretrained(name, dtype=dtype, **{**kwargs, **NO_CODE})
+        options = {**kwargs, **NO_CODE, "output_loading_info": True}
+        model, loaded = _class_for(name, kwargs).from_pretrained(name, dtype=dtype, **options)
         if drops_softcap(model):
             model.set_attn_implementation("eager")
-    except ValueError as error:
+    except (ValueError, StrictDataclassError) as error:
         if "trust_remote_code" in str(error):
             raise UnsupportedModelError(
                 f"{name!r} needs Python code of its own, which is never run; use another model"
@@ -104,6 +106,15 @@ def load_model(
             f"no model at {name!r}: give a model directory, a GGUF file, a hub id where the hub can be reached, "
             f"or a known name ({', '.join(KNOWN_MODELS)})"
         ) from error
+    except RuntimeError as error:
+        if "mismatched_sizes" not in str(error):
+            raise
+        raise InputError(f"the weights of {name!r} have other shapes than its config says; fetch or save both again") from error
+    if missing := sorted(loaded["missing_keys"]):
+        raise InputError(
+            f"the files of {name!r} lack {len(missing)} weights that its config asks for, such as {missing[0]}; "
+            "fetch or save them again"
+        )
     if "device_map" not in kwargs and "quantization_config" not in kwargs:
         model.to(device)
     model.eval()

@@ -182,7 +182,9 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
     for parameter in model.get_decoder().parameters() if family in WRAPPERS else model.parameters():
         if parameter.ndim > 1:
             parameter.data.mul_(3)
-        elif not bool(parameter.any()):
+        elif bool(parameter.any()):
+            parameter.data.mul_(torch.rand_like(parameter) + 0.5)  # norms' weights begin at one
+        else:
             parameter.data.normal_(0, 0.5)  # sinks and biases begin at zero
     return model
 

@@ -21,12 +21,12 @@ from cacheblend.blend.families import VERIFIED
 
 pytestmark = pytest.mark.contract
 
-# One family of each kind of layer that is not Llama's.
+# One family of each kind of layer that is not Llama's. Hunyuan's norm after the rotation is not among them: its weights see the
+# numbers of a head turned, so that a chunk's KV depends a little on where it was computed.
 KINDS = {
     "sinks": "gpt_oss",
     "layers without rotary embedding": "smollm3",
     "norms after the attention": "olmo3",
-    "a norm after the rotation": "hunyuan_v1_dense",
     "latent attention": "deepseek_v3",
     "shared KV, values made of keys, sizes of each layer": "gemma4_text",
     "parallel hidden states": "gemma3n_text",
@@ -143,6 +143,13 @@ def keys_are_values(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LayerAnatomy, "unpack", lambda _, k, __: (k, k))
 
 
+def no_scale_after_rotation(patch: pytest.MonkeyPatch) -> None:
+    def turn(self: Any, x: Any, cos: Any, sin: Any) -> Any:
+        return self.turn(x, cos, sin)
+
+    patch.setattr(anatomy.Rotation, "__call__", turn)
+
+
 def halves_are_swapped(patch: pytest.MonkeyPatch) -> None:
     unpack = LayerAnatomy.unpack
     patch.setattr(LayerAnatomy, "unpack", lambda self, k, v: unpack(self, v, k))
@@ -173,6 +180,7 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "a layer without rotary embedding rotated": ("smollm3", every_layer_rotates),
     "keys not rotated": ("olmo3", nothing_is_rotated),
     "a norm before the projection": ("olmo3", norms_before_the_projection),
+    "a norm's weight after the rotation left out": ("hunyuan_v1_dense", no_scale_after_rotation),
     "one shape for all layers": ("gemma4_text", one_shape_for_all),
     "position keys of a latent not rotated": ("deepseek_v3", nothing_is_rotated),
     "halves of a latent swapped": ("deepseek_v3", halves_are_swapped),
@@ -195,4 +203,6 @@ def test_a_fault_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
         reason = verdict(family).reason
     except RuntimeError as error:  # shapes that do not fit
         reason = str(error)
-    assert re.search(r"off by|size of tensor|shape|expanded size|greedy tokens|precompute it with", reason), reason
+    assert re.search(r"off by|size of tensor|shape|expanded size|greedy tokens|precompute it with|not turned by", reason), (
+        reason
+    )
