@@ -1,4 +1,4 @@
-"""What each layer of a decoder caches, rotates and reads, found by running its attention on a few tokens.
+"""The anatomy of each layer of a decoder: how it caches, rotates and reads, found by running its attention on a few tokens.
 
 No list of names tells it. A layer runs twice up to its attention, with the rotary embedding of real positions and with the
 identity, and what reaches the cache and the attention shows whether, where and how the layer rotates; whether it keeps KV or
@@ -60,7 +60,7 @@ class TableForm:
         return cos, sin
 
     def written(self, cos_sin: CosSin) -> Any:
-        """What the layer takes, from cosine and sine of its rows."""
+        """The form that the layer takes, from cosine and sine of its rows."""
         if self.kind == "none":
             return None
         cos, sin = (table.expand(*self.axes, *table.shape[-2:]) for table in cos_sin)

@@ -44,7 +44,7 @@ LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 
 
 class _Thread(threading.local):
-    """What a thread is about: the pass whose attention runs, the calls of layers noted, the hidden state for the head."""
+    """State of a thread: the pass whose attention runs, the calls of layers noted, the hidden state for the head."""
 
     layer_pass: LayerPass
     calls: list[GivenCall]
@@ -230,7 +230,7 @@ class Decoder:
         owner._modules[name] = nn.ModuleList(entrances)
 
     def _enter(self, token_ids_S: torch.Tensor, positions_S: torch.Tensor) -> list[GivenCall]:
-        """What the decoder gives to its layers for these tokens."""
+        """Arguments that the decoder gives to its layers for these tokens."""
         _THREAD.calls, _THREAD.order = [], []
         with suppress(_Entered):
             self._entrance(input_ids=token_ids_S[None], position_ids=positions_S[None], use_cache=False)

@@ -139,7 +139,7 @@ class DecodePass(CachePass):
         return torch.stack(rows)[None]
 
     def __getitem__(self, _: object) -> LayerPair:
-        """What an earlier layer keeps for this one: attention reads each sequence's own KV."""
+        """KV that an earlier layer keeps for this one: attention reads each sequence's own."""
         return torch.empty(0), torch.empty(0)
 
 

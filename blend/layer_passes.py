@@ -44,7 +44,7 @@ class CachePass:
         return 0
 
     def __setitem__(self, _: object, __: object) -> None:
-        """What a layer keeps for later layers that share its KV: the caller has it."""
+        """KV that a layer keeps for later layers: the caller has it."""
 
 
 class LayerPass(Protocol):
@@ -101,7 +101,7 @@ class RowsPass(CachePass):
         return self._form.unpack(self._layer_kv.k_1HND, self._layer_kv.v_1HND)
 
     def __getitem__(self, _: object) -> tuple[Tensor, Tensor]:
-        """What an earlier layer keeps for this one: the KV that the pass was given."""
+        """KV that an earlier layer keeps for this one: the pass was given it."""
         return self._form.unpack(self._layer_kv.k_1HND, self._layer_kv.v_1HND)
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Tensor:
