@@ -79,14 +79,15 @@ class LayerCall:
         self._tables: Any = None
         self._extra: Any = None
         for name, value in given.items():
-            if name == "position_embeddings" or _is_table(value, tokens):
-                self._tables = name
-            elif isinstance(value, torch.Tensor) and not value.is_floating_point() and value.shape[-1:] == (tokens,):
-                self._positions[name] = tuple(value.shape[:-1])
-            elif isinstance(value, torch.Tensor) and value.ndim >= 3 and value.shape[1] == tokens:
-                self._extra = name
-            elif name not in CACHE_NAMES:
-                self._constants[name] = value
+            match _role(name, value, tokens):
+                case "tables":
+                    self._tables = name
+                case "positions":
+                    self._positions[name] = tuple(value.shape[:-1])
+                case "extra":
+                    self._extra = name
+                case "constant":
+                    self._constants[name] = value
         self._caches = [name for name in CACHE_NAMES if name in given]
         self.tables, self.extra = given.get(self._tables), given.get(self._extra)
         self.form = TableForm.of(self.tables)
@@ -128,6 +129,17 @@ class LayerCall:
         if self._extra is not None:
             given[self._extra] = extra
         return tuple(given.pop(place) for place in range(self._positional)), given
+
+
+def _role(name: Any, value: Any, tokens: int) -> str:
+    """Part that an argument plays in a layer's call: one of "tables", "positions", "extra", "cache", "constant"."""
+    if name == "position_embeddings" or _is_table(value, tokens):
+        return "tables"
+    if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.shape[-1:] == (tokens,):
+        return "positions"
+    if isinstance(value, torch.Tensor) and value.ndim >= 3 and value.shape[1] == tokens:
+        return "extra"
+    return "cache" if name in CACHE_NAMES else "constant"
 
 
 def _is_table(value: Any, tokens: int) -> bool:

@@ -110,6 +110,7 @@ class Fusion:
         self._deviation: tuple[Tensor, Tensor] | None = None  # the positions measured, and theirs on the device
         self._attention_LN = torch.zeros(1, len(prompt))  # what the question attends to from each layer on; 0: not asked
         self._turns: dict[Hashable, Turn] = {}  # by the kind of rotary embedding
+        self._shared: dict[int, LayerKV] = {}  # layers whose KV later layers read
         self._read: dict[int, LayerKV] = {}  # layers that the question pass has read, keys rotated, until they are run
 
     def steps(self) -> Generator[LayerReport, None, FusionResult]:
@@ -123,7 +124,6 @@ class Fusion:
         token_ids_N = upload(torch.tensor(prompt.token_ids), runner.geometry.device)
         rotary = runner.rotary(torch.arange(len(prompt), device=runner.geometry.device), runner.embed(token_ids_N[:1]))
         questions: list[LayerReport] = []
-        shared = dict[int, LayerKV]()  # layers whose KV later layers read
         asks = prompt.reusable_tokens > 0 and runner.geometry.layers > 1 and getattr(self._selector, "reads_attention", False)
         if asks:  # 1. The question's rows run over the stored KV, and score the tokens.
             self._source.start(prompt, runner.geometry, reuse_layer_0=True)
@@ -146,27 +146,20 @@ class Fusion:
             # 4. Fewer tokens go on, where the selector says so; K and V projected on the way stay.
             fresh_S, scatter = self._filter(layer, layer_kv, cos_sin_N) if layer > 0 else (self._rows.positions_S, True)
             rows = self._rows
-            if 0 < layer == runner.geometry.layers - 1:
-                if scatter:
-                    self._project(layer, layer_kv, cos_sin_N, rows, self._hidden_1SM)
-                rows, self._hidden_1SM, scatter = rows.last, self._hidden_1SM[:, -1:], False  # nobody reads the others' output
+            if 0 < layer == runner.geometry.layers - 1:  # nobody reads the others' output
+                rows, scatter = self._keep_last(layer, layer_kv, cos_sin_N, is_projected=not scatter), False
             # 5. Attention and MLP of those tokens, against the layer's KV, with their own K and V in it.
             self._hidden_1SM = runner.run_rows(layer, self._hidden_1SM, rows, cos_sin_N, layer_kv, scatter=scatter)
             # 6. The finished layer goes to the cache, or to the caller's sink.
-            if layer in runner.geometry.shared:
-                shared[layer] = layer_kv
             sink.put(layer, layer_kv)
+            if layer in runner.geometry.shared:
+                self._shared[layer] = layer_kv
             recomputed.append(self._rows.positions_S)
             projected.append(fresh_S)
             reports.append(LayerReport(layer, len(self._rows), wait_s, time.perf_counter() - arrived))
             yield reports[-1]
 
-        # 7. The prompt's last position runs through layers that keep no KV, over an earlier layer's.
-        for layer, source in enumerate(runner.geometry.shared, start=runner.geometry.layers):
-            rows, cos_sin_N = self._rows.last, rotary[runner.layer_types[layer]]
-            last_1SM = self._hidden_1SM[:, -1:]
-            self._hidden_1SM = runner.run_rows(layer, last_1SM, rows, cos_sin_N, shared[source], scatter=False)
-
+        self._run_without_kv(rotary)
         return FusionResult(
             runner.logits(self._hidden_1SM) if self._sink is None else torch.empty(0),
             cache.cache,
@@ -180,6 +173,20 @@ class Fusion:
             cache.memory,
             tuple(questions),
         )
+
+    def _keep_last(self, layer: int, layer_kv: LayerKV, cos_sin_N: CosSin, *, is_projected: bool) -> Rows:
+        """Go on with the prompt's last position alone, once all rows' K and V are in the layer; returns its row."""
+        if not is_projected:
+            self._project(layer, layer_kv, cos_sin_N, self._rows, self._hidden_1SM)
+        self._hidden_1SM = self._hidden_1SM[:, -1:]
+        return self._rows.last
+
+    def _run_without_kv(self, rotary: Mapping[Hashable, CosSin]) -> None:
+        """Run the prompt's last position through the layers that keep no KV, each over an earlier layer's."""
+        runner, row = self._runner, self._rows.last
+        for layer, source in enumerate(runner.geometry.shared, start=runner.geometry.layers):
+            cos_sin_N, last_1SM = rotary[runner.layer_types[layer]], self._hidden_1SM[:, -1:]
+            self._hidden_1SM = runner.run_rows(layer, last_1SM, row, cos_sin_N, self._shared[source], scatter=False)
 
     def _deviation_N(self) -> Tensor:
         deviation_N = torch.zeros(len(self._prompt))
