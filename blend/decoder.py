@@ -456,7 +456,7 @@ def _place_of_layers(tree: PreTrainedModel, count: int) -> tuple[str, str]:
             if isinstance(module, nn.ModuleList) and 0 < len(module) == count:
                 owner, _, own = name.rpartition(".")
                 return owner, own
-    raise UnblendableError("its decoder has no list of layers")
+    raise UnblendableError(f"its decoder has no list of {count} layers, one for each KV")
 
 
 def _max_positions(config: Any) -> int | None:
