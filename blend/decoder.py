@@ -15,7 +15,7 @@ import functools
 import sys
 import threading
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -176,7 +176,8 @@ class Decoder:
         every = list(plain)
         self._stand_in([_Entrance(layer, index, is_last=layer is every[-1]) for index, layer in enumerate(every)])
         token_ids_S = torch.arange(len(PROBED), device=self.device) % int(self.config.vocab_size)
-        given = self._enter(token_ids_S, positions_S)
+        with _refusing():
+            given = self._enter(token_ids_S, positions_S)
         self._calls = calls = [LayerCall(args, kwargs, len(PROBED)) for args, kwargs in given]
         order = _THREAD.order
         if order != sorted(set(order)):
@@ -193,12 +194,9 @@ class Decoder:
         ]
 
         def run(layer: int, cos_sin: CosSin, probe: Any) -> Any:
-            try:
+            with suppress(Attended), _refusing():
                 return self._run(plain[layer], layer, state_1SM, positions_S, cos_sin, probe)
-            except Attended:
-                return None
-            except (RuntimeError, AttributeError, TypeError, KeyError, IndexError, ValueError) as error:
-                raise UnblendableError(f"its layers do not run one by one: {error}") from error
+            return None
 
         self.anatomy = examine(run, tables)
         as_tuple = isinstance(run(0, tables[0][1], Probe({}, stops=False)), tuple)
@@ -441,6 +439,18 @@ class Decoder:
         args, kwargs = self._calls[layer].filled(self._hidden(state_1SM), positions_S, cos_sin, layer_pass, extra)
         _THREAD.layer_pass = layer_pass
         return block(*args, **kwargs)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Say of an error in a family's own code that it cannot be blended."""
+    try:
+        yield
+    except (UnblendableError, Attended):
+        raise
+    except Exception as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UnblendableError(f"its layers do not run one by one ({why})") from error
 
 
 def _place_of_layers(tree: PreTrainedModel, count: int) -> tuple[str, str]:

@@ -20,6 +20,7 @@ import torch
 
 from cacheblend.base.errors import CacheBlendError
 from cacheblend.blend import FusionConfig, Fusor, Segment, SequenceKV
+from cacheblend.blend.families import drops_softcap
 from cacheblend.blend.fidelity import check_against_model
 
 TOKENS, NEW_TOKENS = 120, 6
@@ -179,6 +180,8 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
         make = kind._from_config if hasattr(kind, "_from_config") else kind.from_config
         model = make(config, dtype=dtype)
     model.eval().requires_grad_(False)
+    if drops_softcap(model):
+        model.set_attn_implementation("eager")
     for parameter in model.get_decoder().parameters() if family in WRAPPERS else model.parameters():
         if parameter.ndim > 1:
             parameter.data.mul_(3)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from model_families import WRAPPERS, tiny_model, verdict
 from prompts import draw_ids
 from transformers import DynamicCache
@@ -54,6 +55,8 @@ def test_blends(family: str) -> None:
     """Ratio 1.0 has the model's own logits, reuse and selection run, and decoding goes on as `generate` does."""
     if family not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {family}")
+    if family == "cohere_compass_text" and transformers.__version__ < "5.20":
+        pytest.skip("this transformers cannot make a tiny model of it")
     assert verdict(family).reason == ""
 
 
