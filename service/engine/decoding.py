@@ -114,6 +114,7 @@ class Decoding:
         sampling: how tokens are drawn.
         max_tokens: most tokens to draw.
         stop: strings that end the answer.
+        hidden: see `TextStream`.
 
     Attributes:
         kv: of the sequence; None before the first token, and after the last.
@@ -123,7 +124,13 @@ class Decoding:
     """
 
     def __init__(
-        self, fusor: Fusor, fused: FusionResult, sampling: Sampling, max_tokens: int, stop: Sequence[str] = ()
+        self,
+        fusor: Fusor,
+        fused: FusionResult,
+        sampling: Sampling,
+        max_tokens: int,
+        stop: Sequence[str] = (),
+        hidden: frozenset[int] | None = None,
     ) -> None:
         device, tokenizer = fused.logits.device, fusor.tokenizer
         options = sampling.generation_options(tokenizer)
@@ -133,7 +140,7 @@ class Decoding:
         self._bias_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.long, device=device)
         self._bias = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32, device=device)
         self.kv: SequenceKV | None = None
-        self.text, self.first_token = TextStream(tokenizer, stop), 0.0
+        self.text, self.first_token = TextStream(tokenizer, stop, hidden), 0.0
         self.logprobs: list[TokenLogprob] = []
 
     @property
@@ -199,12 +206,14 @@ class TextStream:
     Args:
         tokenizer: the model's.
         stop: strings that end the text; they are not part of it.
+        hidden: tokens without text; None for the tokenizer's special ones.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), hidden: frozenset[int] | None = None) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._longest_stop = max(map(len, self._stop), default=0)
-        self._without_text = frozenset(tokenizer.all_special_ids)
+        self._without_text = frozenset(tokenizer.all_special_ids) if hidden is None else hidden
+        self._skips_special = hidden is None
         self._token_ids: list[int] = []
         self._read_from = 0  # tokens before it are decoded for good, into `text`
         self._context_from = 0  # decoded along with the tokens after it, since how a token reads depends on the one before
@@ -260,5 +269,5 @@ class TextStream:
 
     def _decode(self, upto: int) -> str:
         """The text of the context and the tokens after it."""
-        text: str = self._tokenizer.decode(self._token_ids[self._context_from : upto], skip_special_tokens=True)
+        text: str = self._tokenizer.decode(self._token_ids[self._context_from : upto], skip_special_tokens=self._skips_special)
         return text

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend.base.errors import InputError, needs_extra
 
+from .reasoning import Thoughts
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher
     from transformers import PreTrainedModel
@@ -74,12 +76,15 @@ class GrammarCompiler:
         self._vocabulary: Any = None
         self.words = int(model.config.get_text_config().vocab_size)
 
-    def json(self, schema: Mapping[str, Any] = ANY_OBJECT, field: str = "response_format") -> Grammar:
+    def json(
+        self, schema: Mapping[str, Any] = ANY_OBJECT, field: str = "response_format", thoughts: Thoughts | None = None
+    ) -> Grammar:
         """Compile a schema, and compute the mask of the first token: a bad schema costs its own request's thread.
 
         Args:
             schema: of the JSON.
             field: of the request, for messages.
+            thoughts: that come before the JSON.
 
         Raises:
             InputError: the schema is too long, too deep, too complex, no JSON, or cannot be enforced.
@@ -110,6 +115,13 @@ class GrammarCompiler:
             raise InputError(f"{field}: this schema cannot be enforced ({why}); leave that out of it")
         made = Grammar(matcher, field)
         made.mask(matcher)
+        vocabulary = self._read_vocabulary()
+        if thoughts is None or not (before := thoughts.grammar(vocabulary.is_special_token)):
+            return made
+        lark = f"{before}answer: %json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
+        grammar = llguidance.LLMatcher.grammar_from_lark(lark)
+        made = Grammar(llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits), field)
+        made.mask(made.matcher())
         return made
 
     def _read_vocabulary(self) -> Any:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from inspect import signature
 from itertools import groupby
 from typing import Any, TypeVar
 
+from jinja2 import meta, nodes
 from jinja2.exceptions import TemplateError
 
-from cacheblend.base.errors import InputError, PromptTooLongError
+from cacheblend.base.errors import ConfigError, InputError, PromptTooLongError
 from cacheblend.retriever import Chunk, PlainTokenizer
 from cacheblend.store import ChunkKey, DocumentVersion
+
+from .reasoning import Thoughts
 
 T = TypeVar("T")
 # The words around a question where nobody asks for others.
@@ -23,6 +28,8 @@ AFTER_QUESTION = "\nAnswer:"
 MAX_NEW_TOKENS = 4096  # of an answer of a model that says nothing of its positions
 FIRST_READ = 8  # characters a position: where these are too many tokens, the rest is not read
 CHARACTERS_PER_TOKEN = 64  # no text that is worth a prompt has tokens of so many in the mean
+THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")  # of a turn, one of which a template reads
+LAST_TOKENS = 32  # of a prompt, in which a template opens or closes thoughts
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +118,7 @@ class Message:
             the arguments an object.
         tool_call_id: the call that a tool's result is of.
         name: of that tool.
+        thoughts: an assistant's before its answer, which the template drops or repeats.
     """
 
     role: str
@@ -118,10 +126,13 @@ class Message:
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
+    thoughts: str = ""
 
-    def turn(self, content: str) -> dict[str, Any]:
-        """The turn as a chat template has it, with `content` in place of its text."""
+    def turn(self, content: str, thoughts: str = "") -> dict[str, Any]:
+        """The turn as a chat template has it, with `content` and `thoughts` in place of its texts."""
         turn: dict[str, Any] = {"role": self.role, "content": content}
+        if thoughts:
+            turn.update(dict.fromkeys(THOUGHT_FIELDS, thoughts))
         if self.tool_calls:
             turn["tool_calls"] = [dict(call) for call in self.tool_calls]
         if self.tool_call_id is not None:
@@ -178,6 +189,7 @@ class PromptRenderer:
         self._bos = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
         self._has_template = chat and tokenizer.chat_template is not None
         self.takes_tools = self._has_template and _mentions_tools(tokenizer)
+        self._thoughts = Thoughts.find(tokenizer, "".join(_templates(tokenizer))) if self._has_template else None
         self._before_question, self._after_question = before_question, "" if self._has_template else after_question
         self._question_frame = self._frame([Message("user", "")], instruction)
         self.prefix = self._question_frame.prefix
@@ -194,7 +206,14 @@ class PromptRenderer:
         check_characters(len(question), self._max_positions)
         return self._layout(self._question_frame, self._before_question, question)
 
-    def chat(self, messages: Sequence[Message], *, with_chunks: bool, tools: Sequence[Mapping[str, Any]] = ()) -> PromptTokens:
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        with_chunks: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> PromptTokens:
         """The prompt of a chat whose last message asks; `with_chunks` where chunks will stand before the user's last message.
 
         A later turn has its own chunks before its question, and an earlier one's nowhere. A chat of one question over chunks
@@ -204,41 +223,50 @@ class PromptRenderer:
             messages: the turns; the last one is the user's or a tool's.
             with_chunks: leave a place for chunks.
             tools: that the model may call, as chat templates have them: `{"type": "function", "function": {"name", ...}}`.
+            template_kwargs: variables of the chat template, such as `enable_thinking`.
 
         Raises:
+            ConfigError: see `check_template_kwargs`.
             InputError: the last message is another's, one is empty, the model's template refuses the turns, there are tools
                 and it takes none, or one of them has the text of a control token.
             PromptTooLongError: they cannot be within the model's positions.
         """
         self._check_chat(messages)
         self._check_tools(messages, tools)
-        if with_chunks and len(messages) == 1 and not tools:
+        self.check_template_kwargs(template_kwargs or {})
+        if with_chunks and len(messages) == 1 and not tools and not template_kwargs:
             return self.question(messages[0].content)
         has_system = any(message.role == "system" for message in messages)
         instruction = self._instruction if with_chunks and not has_system else ""
-        frame = self._frame(messages, instruction, tools)
+        frame = self._frame([self._apart(message) for message in messages], instruction, tools, template_kwargs)
         return self._layout(frame, self._before_question if with_chunks else "", messages[question_place(messages)].content)
 
     def chat_around(
-        self, messages: Sequence[Message], parts: Sequence[Sequence[str | Chunk]]
+        self,
+        messages: Sequence[Message],
+        parts: Sequence[Sequence[str | Chunk]],
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[PromptTokens, list[Chunk]]:
         """The prompt of a chat whose messages hold chunks within their texts, nothing added and nothing moved.
 
         Args:
             messages: see `chat`.
             parts: of each message's text, in order: text, and at least one chunk in all.
+            template_kwargs: see `chat`.
 
         Returns:
             What stands around the chunks, and the chunks; text between two of them is one too, with an empty document id.
 
         Raises:
-            InputError, PromptTooLongError: see `chat`.
+            ConfigError, InputError, PromptTooLongError: see `chat`.
         """
         self._check_chat(messages)
+        self.check_template_kwargs(template_kwargs or {})
         # 1. What the template puts around the texts.
         if self._has_template:
             marks = [secrets.token_hex(16) for _ in messages]
-            around = self._around([Message.turn(message, mark) for message, mark in zip(messages, marks, strict=True)], marks)
+            turns = [message.turn(mark) for message, mark in zip(messages, marks, strict=True)]
+            around = _around(self._render(turns, (), template_kwargs or {}), marks)
         else:
             around = ["", *("\n" for _ in messages[1:]), self._after_question]
         # 2. Each text and each chunk by itself, so that chunks begin and end where tokens do.
@@ -271,6 +299,49 @@ class PromptRenderer:
             raise InputError("prompt is empty; give some text to continue")
         return PromptTokens(self._bos, self._ids(text))
 
+    @cached_property
+    def template_variables(self) -> frozenset[str]:
+        """The names of the chat template's variables that a request may set."""
+        if not self._has_template:
+            return frozenset()
+        # transformers' own environment, as templates have statements of its own.
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        found: set[str] = set()
+        for template in _templates(self._tokenizer):
+            environment = _compile_jinja_template(template).environment
+            parsed, first = environment.parse(template), dict[str, str]()
+            for name, context in _names(parsed):
+                first.setdefault(name, context)
+            unset = meta.find_undeclared_variables(parsed) - environment.globals.keys()
+            found |= {name for name in unset if first.get(name) == "load"}  # others are set before, if not in every branch
+        ours = {*signature(self._tokenizer.apply_chat_template).parameters, *self._tokenizer.special_tokens_map, "messages"}
+        return frozenset(found - ours)
+
+    def check_template_kwargs(self, template_kwargs: Mapping[str, Any], field: str = "chat_template_kwargs") -> None:
+        """Refuse what the chat template does not know, and texts that it would make control tokens.
+
+        Raises:
+            ConfigError: one of the names is no variable of the template, or a value has the text of a control token.
+        """
+        if not template_kwargs:
+            return
+        known, text = self.template_variables, json.dumps(dict(template_kwargs), ensure_ascii=False)
+        if unknown := sorted(template_kwargs.keys() - known):
+            names = f"knows {', '.join(sorted(known))}" if known else "has no variables to set; leave it out"
+            raise ConfigError(field, unknown[0], f"the model's chat template {names}")
+        if self._plain.has_controls(self._template_ids(text)):
+            raise ConfigError(field, text, "values without the text of a control token of the model")
+
+    def thoughts(self, prompt: PromptTokens) -> Thoughts | None:
+        """How the answer to a chat's prompt has its thoughts; None for a model without any."""
+        if self._thoughts is None:
+            return None
+        last = self._tokenizer.decode(list(prompt.suffix[-LAST_TOKENS:]), skip_special_tokens=False).rstrip()
+        marks = self._thoughts.format
+        is_open, is_closed = last.endswith(marks.opens.rstrip()), last.endswith(marks.closes)
+        return replace(self._thoughts, is_open=is_open, is_closed=is_closed and not marks.has_channels)
+
     def text_ids(self, text: str) -> list[int]:
         """Token ids of a text of any length; special tokens in it stay plain text."""
         return self._plain.ids(text)
@@ -285,7 +356,7 @@ class PromptRenderer:
         return whole[len(before_ids) :] if whole[: len(before_ids)] == before_ids else self._ids(f" {answer}")
 
     def _check_chat(self, messages: Sequence[Message]) -> None:
-        check_characters(sum(len(message.content) for message in messages), self._max_positions)
+        check_characters(sum(len(message.content) + len(message.thoughts) for message in messages), self._max_positions)
         if not messages or messages[-1].role not in ("user", "tool"):
             raise InputError("messages: the last one must be the user's question, or what a tool answered to it")
         if not any(message.role == "user" for message in messages):
@@ -310,58 +381,76 @@ class PromptRenderer:
             if self._plain.has_controls(self._template_ids(text)):
                 raise InputError(f"{field}: has the text of a control token of the model; write it in other words")
 
+    def _apart(self, message: Message) -> Message:
+        """A turn whose thoughts do not stand in its text."""
+        if message.role != "assistant" or self._thoughts is None:
+            return message
+        if not message.thoughts:
+            thoughts, content = self._thoughts.split(message.content)
+            return replace(message, thoughts=thoughts, content=content)
+        # Beside a call the template of gpt-oss refuses thoughts and a text.
+        has_all = self._thoughts.format.has_channels and message.content and message.tool_calls
+        return replace(message, thoughts="") if has_all else message
+
     def _layout(self, frame: _Frame, before_question: str, question: str) -> PromptTokens:
         # In one go: alone, the space at the end of "Question: " would be a token that no text has in this place.
         asked = self._ids(f"{frame.before_question}{before_question}{question.strip()}{self._after_question}")
         return PromptTokens(frame.prefix, (*asked, *frame.ending))
 
-    def _frame(self, messages: Sequence[Message], instruction: str, tools: Sequence[Mapping[str, Any]] = ()) -> _Frame:
+    def _frame(
+        self,
+        messages: Sequence[Message],
+        instruction: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> _Frame:
         """Render the turns, the chunks and the question left out."""
         asks = question_place(messages)
         if not self._has_template:
             earlier = "".join(f"{message.content.strip()}\n" for message in messages[:asks])
             return _Frame((*self._bos, *self._ids(instruction), *self._ids(earlier)), "", ())
         # 1. A mark for each text that there is, and one for the chunks before the question.
-        marks: list[str] = []
-        texts: list[str] = []
+        texts: dict[str, str] = {}  # by mark
         turns: list[dict[str, Any]] = []
+        may_go: set[str] = set()
         for place, message in enumerate(messages):
             own = [instruction, message.content] if place == asks else [message.content] if message.content else []
             new = [secrets.token_hex(16) for _ in own]
+            thoughts = secrets.token_hex(16) if message.thoughts else ""
+            if thoughts:
+                texts[thoughts] = message.thoughts.strip("\n")
+                may_go.add(thoughts)
             if place == asks:
-                question = len(marks) + 1
-            marks, texts = [*marks, *new], [*texts, *own]
-            turns.append(message.turn("".join(new)))
-        # 2. What the template puts around them.
-        between = self._around(turns, marks, tools)
-        prefix = self._joined(between[:question], texts[:question])
-        ending = self._joined(between[question + 1 : -1], texts[question + 1 :])
-        return _Frame(prefix, between[question], (*ending, *self._template_ids(between[-1])))
+                question = new[1]
+            texts.update(zip(new, own, strict=True))
+            turns.append(message.turn("".join(new), thoughts))
+        # 2. What the template puts around them; it may drop thoughts.
+        rendered = self._render(turns, tools, template_kwargs or {})
+        marks = [mark for mark in texts if mark in rendered or mark not in may_go]
+        between, place = _around(rendered, marks), marks.index(question)
+        before = self._joined(between[:place], [texts[mark] for mark in marks[:place]])
+        ending = self._joined(between[place + 1 : -1], [texts[mark] for mark in marks[place + 1 :]])
+        return _Frame(before, between[place], (*ending, *self._template_ids(between[-1])))
 
     def _joined(self, openings: Sequence[str], texts: Sequence[str]) -> tuple[int, ...]:
         """The ids of texts, each after what the template puts before it."""
         pairs = zip(openings, texts, strict=True)
         return tuple(token for opening, text in pairs for token in (*self._template_ids(opening), *self._ids(text)))
 
-    def _around(
-        self, turns: Sequence[dict[str, Any]], marks: Sequence[str], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> list[str]:
-        """The template's text before each mark of the turns' contents, and after the last."""
+    def _render(
+        self, turns: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any]
+    ) -> str:
+        """The template's text of turns, up to where the answer begins."""
         own = [dict(tool) for tool in tools] or None
         try:
             rendered: str = self._tokenizer.apply_chat_template(
-                list(turns), tools=own, tokenize=False, add_generation_prompt=True
+                list(turns), tools=own, tokenize=False, add_generation_prompt=True, **template_kwargs
             )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise InputError(f"messages: the model's chat template refuses these turns: {error}") from error
+        except (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+            fields = "messages or chat_template_kwargs" if template_kwargs else "messages"
+            raise InputError(f"{fields}: the model's chat template refuses these turns: {error}") from error
         check_characters(len(rendered), self._max_positions)
-        between: list[str] = []
-        for mark in marks:
-            if rendered.count(mark) != 1:
-                raise InputError("messages: the model's chat template does not take these turns; it drops or repeats one")
-            part, _, rendered = rendered.partition(mark)
-            between.append(part)
-        return [*between, rendered]
+        return rendered
 
     def _ids(self, text: str) -> tuple[int, ...]:
         most = self._max_positions
@@ -385,6 +474,32 @@ def _token_ids(pieces: Iterable[Chunk]) -> tuple[int, ...]:
 def question_place(messages: Sequence[Message]) -> int:
     """Which message is the user's last one, which asks."""
     return max(place for place, message in enumerate(messages) if message.role == "user")
+
+
+def _around(rendered: str, marks: Sequence[str]) -> list[str]:
+    """A template's text before each mark, and after the last."""
+    between: list[str] = []
+    for mark in marks:
+        if rendered.count(mark) != 1:
+            raise InputError("messages: the model's chat template does not take these turns; it drops or repeats one")
+        part, _, rendered = rendered.partition(mark)
+        between.append(part)
+    return [*between, rendered]
+
+
+def _names(node: nodes.Node) -> Iterator[tuple[str, str]]:
+    """The names in a template in the order of their evaluation, each with "load" or "store"."""
+    if isinstance(node, nodes.Name):
+        yield node.name, node.ctx
+    parts = [node.node, node.target] if isinstance(node, nodes.Assign) else node.iter_child_nodes()
+    for part in parts:
+        yield from _names(part)
+
+
+def _templates(tokenizer: Any) -> list[str]:
+    """The chat templates, of which there may be several by name."""
+    template = tokenizer.chat_template
+    return [*template.values()] if isinstance(template, Mapping) else [template]
 
 
 def _mentions_tools(tokenizer: Any) -> bool:

@@ -23,6 +23,7 @@ from cacheblend.retriever import Chunk, ScoredChunk
 from .blend_plan import PlannedSegment
 from .decoding import Decoding, Piece, Sampling, TokenLogprob
 from .prompt import PromptTokens
+from .reasoning import Thoughts
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -54,6 +55,7 @@ class RequestOptions(Sampling):
         stop: strings that end the answer.
         layout: what stands around the chunks; None puts the config's instruction before and the question after them. With a
             layout, `num_chunks=0` retrieves nothing.
+        thoughts: how the answer to `layout` has its thoughts; None makes them a part of its text.
         cache_salt: of stored KV only that of this salt is used.
         tenant: who asks; tenants of a scheduler take turns.
         arrived: `time.perf_counter` when it was asked, from which a deadline counts; now by default.
@@ -66,6 +68,7 @@ class RequestOptions(Sampling):
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     layout: PromptTokens | None = None
+    thoughts: Thoughts | None = None
     cache_salt: str = ""
     tenant: str = ""
     arrived: float = field(default_factory=time.perf_counter)
@@ -395,7 +398,8 @@ class Request:
         for _ in self._layers:
             return False
         fused, leader = self.fused, self.leader
-        self.decoding = decoding = Decoding(self.engine.fusor, fused, self.asked, self.max_tokens, self.asked.stop)
+        hidden = None if self.asked.thoughts is None else self.asked.thoughts.hidden
+        self.decoding = decoding = Decoding(self.engine.fusor, fused, self.asked, self.max_tokens, self.asked.stop, hidden)
         is_complete = self._draw(fused.logits)
         if not is_complete:
             decoding.kv = SequenceKV(fused, self.engine.fusor.decoder.windows)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from cacheblend.service.engine.decoding import Piece, TextStream, TokenLogprob
+from cacheblend.service.engine.reasoning import ThoughtReader, Thoughts
 from cacheblend.service.engine.request import Done, Request, chunk_origin
 
 from .schemas import ChatBody, CompletionBody, GenerationBody, read_arguments
@@ -22,38 +23,50 @@ Call = Mapping[str, Any]  # in OpenAI's shape
 
 
 class TextChoice:
-    """One choice of a text completion; `token_text` decodes a token by itself."""
+    """One choice of a text completion; `token_text` decodes a token by itself, `thoughts` are read out of its text."""
 
     prefix = "cmpl"
     kind = piece_kind = "text_completion"
 
-    def __init__(self, index: int, body: ChatBody | CompletionBody, token_text: Callable[[int], str]) -> None:
+    def __init__(
+        self,
+        index: int,
+        body: ChatBody | CompletionBody,
+        token_text: Callable[[int], str],
+        thoughts: Thoughts | None = None,
+    ) -> None:
         self._index, self._streamed, self._token_text = index, body.stream, token_text
         self._has_logprobs = body.returned_logprobs is not None
         names = [tool.function.name for tool in body.called_tools]
         self._reader = CallReader(names, 1 if body.parallel_tool_calls is False else None)
+        self._thought_reader = None if thoughts is None else ThoughtReader(thoughts)
+        self.thoughts: list[str] = []  # that were read
         self._pending: list[TokenLogprob] = []  # of tokens whose text is held back
         self._offset: int | None = None  # characters so far; None before the first piece
 
     def add(self, event: Piece | Done) -> dict[str, Any] | None:
         """The choice in JSON: of a streamed piece, None where nothing is certain yet, or of a complete answer."""
-        calls, reason = list[Call](), None
+        calls, reason, thoughts, reader = list[Call](), None, "", self._thought_reader
         if isinstance(event, Piece):
-            text = self._reader.add(event.text)
+            thoughts, text = ("", event.text) if reader is None else reader.add(event.text)
+            text = self._reader.add(text) if text else ""
             self._pending += [event.logprob] if event.logprob is not None else []
-            if not text and self._offset is not None:
+            if not (text or thoughts) and self._offset is not None:
                 return None
         else:
-            text, calls = self._reader.finish(event.last_text if self._streamed else event.answer.text)
+            text = event.last_text if self._streamed else event.answer.text
+            thoughts, text = ("", text) if reader is None else reader.finish(text)
+            text, calls = self._reader.finish(text)
             reason = "tool_calls" if calls else event.finish_reason
             self._pending = self._pending if self._streamed else [*event.logprobs]
+        self.thoughts.append(thoughts)
         logprobs = self.logprobs(self._pending, self._offset or 0) if self._has_logprobs else None
-        choice = {"index": self._index, **self.content(text, calls), "logprobs": logprobs, "finish_reason": reason}
+        choice = {"index": self._index, **self.content(text, calls, thoughts), "logprobs": logprobs, "finish_reason": reason}
         self._pending, self._offset = [], (self._offset or 0) + len(text)
         return choice
 
-    def content(self, text: str, calls: Sequence[Call]) -> dict[str, Any]:  # only chats have calls
-        """Text and calls, of a piece or of an answer."""
+    def content(self, text: str, calls: Sequence[Call], thoughts: str) -> dict[str, Any]:  # only chats have the last two
+        """Text, calls and thoughts, of a piece or of an answer."""
         return {"text": text}
 
     def logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
@@ -76,10 +89,13 @@ class ChatChoice(TextChoice):
     prefix = "chatcmpl"
     kind, piece_kind = "chat.completion", "chat.completion.chunk"
 
-    def content(self, text: str, calls: Sequence[Call]) -> dict[str, Any]:
-        """Text and calls, of a piece or of an answer."""
+    def content(self, text: str, calls: Sequence[Call], thoughts: str) -> dict[str, Any]:
+        """Text, calls and thoughts, of a piece or of an answer."""
         made: dict[str, Any] = {"role": "assistant"} if self._offset is None else {}
-        made["content"] = text if self._streamed or not calls else text or None
+        if thoughts:
+            made["reasoning_content"] = thoughts
+        if text or not (thoughts and self._streamed):
+            made["content"] = text if self._streamed or not calls else text or None
         if calls:
             made["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)] if self._streamed else calls
         return {"delta" if self._streamed else "message": made}
@@ -188,8 +204,9 @@ def answer_report(body: GenerationBody, served: Request, done: Done) -> dict[str
     return report
 
 
-def usage(choices: Mapping[int, Done]) -> dict[str, Any]:
+def usage(choices: Mapping[int, Done], reasoning_tokens: int | None = None) -> dict[str, Any]:
     """OpenAI's `usage` of all choices, by index; `recomputed_tokens` of the reusable ones are the mean over layers 1 and up."""
+    details = {} if reasoning_tokens is None else {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
     plan = choices[0].answer.plan
     completion_tokens = sum(len(done.answer.token_ids) for done in choices.values())
     return {
@@ -197,6 +214,7 @@ def usage(choices: Mapping[int, Done]) -> dict[str, Any]:
         "completion_tokens": completion_tokens,
         "total_tokens": plan.prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": plan.cached_tokens, "recomputed_tokens": round(plan.recomputed_tokens, 3)},
+        **details,
     }
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from cacheblend.service.engine.decoding import Piece, Sampling
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.grammar import GrammarCompiler
 from cacheblend.service.engine.prompt import PromptRenderer, question_place
+from cacheblend.service.engine.reasoning import Thoughts
 from cacheblend.service.engine.request import Done, Event, Failed
 from cacheblend.service.engine.request import Request as PromptRequest
 from cacheblend.service.serving.scheduler import late_error
@@ -45,7 +46,8 @@ Body = ChatBody | CompletionBody
 async def chat(body: ChatBody, request: Request) -> Response:
     """Answer the last message over the nearest chunks, or over the documents given."""
     _check_tools(body, request.state.engine.prompts)
-    return await _respond(body, request, ChatChoice, lay_out_chat)
+    defaults = request.app.state.server.template_kwargs
+    return await _respond(body, request, ChatChoice, partial(lay_out_chat, defaults=defaults))
 
 
 @router.post("/v1/completions", responses=ANSWERS)
@@ -72,8 +74,17 @@ def _check_tools(body: ChatBody, prompts: PromptRenderer) -> None:
         raise refused("response_format", why)
 
 
-def lay_out_chat(engine: Engine, body: ChatBody) -> dict[str, Any]:
-    """Question, layout, and numbers of chunks and tokens of a chat, as options of `Engine.prepare`."""
+def template_kwargs(body: ChatBody, defaults: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """The chat template's variables for a chat: what it asks for, before what its effort says, before the defaults."""
+    effort, asked = body.reasoning_effort, dict(body.chat_template_kwargs or {})
+    of_effort = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    if body.enable_thinking is not None:
+        asked.setdefault("enable_thinking", body.enable_thinking)
+    return {**defaults, **{name: value for name, value in of_effort.items() if name in known}, **asked}
+
+
+def lay_out_chat(engine: Engine, body: ChatBody, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Question, layout, thoughts, and numbers of chunks and tokens of a chat, as options of `Engine.prepare`."""
     if body.documents is not None and body.num_chunks:
         raise refused("num_chunks", "leave it out beside documents, which are all used", code=None)
     num_chunks = 0 if body.documents is not None else body.num_chunks
@@ -81,10 +92,13 @@ def lay_out_chat(engine: Engine, body: ChatBody) -> dict[str, Any]:
         num_chunks = min(DEFAULT_NUM_CHUNKS, engine.retriever.chunk_count)
     messages = [message.message() for message in body.messages]
     tools = [tool.model_dump(exclude_none=True) for tool in body.called_tools]
-    layout = engine.prompts.chat(messages, with_chunks=num_chunks > 0 or body.documents is not None, tools=tools)
+    prompts, with_chunks = engine.prompts, num_chunks > 0 or body.documents is not None
+    variables = template_kwargs(body, defaults, prompts.template_variables)
+    layout = prompts.chat(messages, with_chunks=with_chunks, tools=tools, template_kwargs=variables)
     return {
         "question": messages[question_place(messages)].content,
         "layout": layout,
+        "thoughts": prompts.thoughts(layout),
         "num_chunks": num_chunks,
         "max_tokens": body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
     }
@@ -101,13 +115,13 @@ def lay_out_completion(engine: Engine, body: CompletionBody) -> dict[str, Any]:
     }
 
 
-def sampling_of(body: Body, grammars: GrammarCompiler) -> dict[str, Any]:
-    """A body's options of `Sampling`; refuses biases of no token and JSON that cannot be had."""
+def sampling_of(body: Body, grammars: GrammarCompiler, thoughts: Thoughts | None = None) -> dict[str, Any]:
+    """A body's options of `Sampling`, JSON after thoughts; refuses biases of no token and JSON that cannot be had."""
     bias, words, asked = body.logit_bias or {}, grammars.words, body.answer_schema
     if wrong := [key for key in bias if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < words)]:
         raise refused("logit_bias", f"{wrong[0][:40]!a} is no token id of this model, which has {words}")
     try:
-        grammar = None if asked is None else grammars.json(asked[1], asked[0])
+        grammar = None if asked is None else grammars.json(asked[1], asked[0], thoughts)
     except MissingExtraError as error:
         assert asked is not None
         raise refused(asked[0], "JSON needs the extra `structured` where the service runs; leave it out") from error
@@ -129,8 +143,9 @@ async def _respond(
 
     # 2. Lay out the prompt and make the grammar, in a thread.
     def prepare(check: Check) -> PromptRequest:
+        layout = lay_out(engine, body)
         return engine.prepare(
-            **lay_out(engine, body),
+            **layout,
             method=body.method,
             documents=None if body.documents is None else [document.model_dump() for document in body.documents],
             recompute_ratio=body.recompute_ratio,
@@ -139,7 +154,7 @@ async def _respond(
             tenant=request.state.tenant,
             arrived=request.state.arrived,
             check=check,
-            **sampling_of(body, server.grammars),
+            **sampling_of(body, server.grammars, layout.get("thoughts")),
         )
 
     first = await run_call(server.preparing, request, prepare)
@@ -163,7 +178,8 @@ class Generation:
     def __init__(self, request: Request, first: PromptRequest, body: Body, choice_class: type[TextChoice]) -> None:
         self._body, self._events = body, asyncio.Queue[tuple[int, Event]]()
         self._server: Server = request.app.state.server
-        self._choices = [choice_class(index, body, self._server.token_text) for index in range(body.n or 1)]
+        token_text, thoughts = self._server.token_text, first.asked.thoughts
+        self._choices = [choice_class(index, body, token_text, thoughts) for index in range(body.n or 1)]
         self._head = {
             "id": f"{choice_class.prefix}-{uuid.uuid4().hex}",
             "object": choice_class.piece_kind if body.stream else choice_class.kind,
@@ -214,7 +230,7 @@ class Generation:
 
         def write() -> Response:
             made = [choice.add(done[index]) for index, choice in enumerate(self._choices)]
-            return JSONResponse({**self._head, "choices": made, "usage": usage(done), "cacheblend": self._report(done)})
+            return JSONResponse({**self._head, "choices": made, "usage": self._usage(done), "cacheblend": self._report(done)})
 
         return await run_in_threadpool(write)
 
@@ -236,11 +252,17 @@ class Generation:
                 yield server_event(error_body(error))
                 return
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            yield server_event({**self._head, "choices": [], "usage": usage(done)})
+            yield server_event({**self._head, "choices": [], "usage": await run_in_threadpool(self._usage, done)})
         yield "data: [DONE]\n\n"
 
     def _report(self, done: Mapping[int, Done]) -> dict[str, Any]:
         return answer_report(self._body, self._served[0], done[0])
+
+    def _usage(self, done: Mapping[int, Done]) -> dict[str, Any]:
+        if self._served[0].asked.thoughts is None:
+            return usage(done)
+        count = self._served[0].engine.prompts.text_ids
+        return usage(done, sum(len(count("".join(choice.thoughts))) for choice in self._choices))
 
     def cancel(self) -> None:
         """Give up what has not ended."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import MIB, check_whole, from_options, is_whole, option
@@ -44,6 +46,11 @@ class HttpConfig:
         "A host name that requests may be addressed to, beside `localhost`, `127.0.0.1`, `[::1]` and the host; repeat for "
         "more. With tenants every name is allowed, unless some are named.",
     )
+    default_chat_template_kwargs: str = option(
+        "{}",
+        'JSON object of variables of the chat template, unless a chat says otherwise, such as `{"enable_thinking": false}`.',
+        panel="Serving",
+    )
     max_body_bytes: int = option(32 * MIB, "Larger uploads of documents are refused.", panel="Serving")
     max_completion_bytes: int = option(MIB, "Larger bodies of all other requests are refused.", panel="Serving")
     max_documents: int = option(1000, "Documents of one upload, and of one question that brings its own.", panel="Serving")
@@ -64,6 +71,18 @@ class HttpConfig:
         for name in self.allowed_hosts:
             if not re.fullmatch(HOST_NAME, name):
                 raise ConfigError("allowed_hosts", name, "host names or addresses without a port, such as rag.example.org")
+        self.template_kwargs()
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """The chat template's variables by default."""
+        given = self.default_chat_template_kwargs
+        try:
+            value = json.loads(given)
+        except (TypeError, ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            raise ConfigError("default_chat_template_kwargs", given, 'a JSON object such as {"enable_thinking": false}')
+        return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -176,12 +176,14 @@ class CallBody(StrictModel):
 class MessageBody(StrictModel):
     """One turn of a chat."""
 
-    ignored = frozenset({"annotations", "reasoning_content"})  # of an earlier answer that comes back
+    ignored = frozenset({"annotations"})  # of an earlier answer that comes back
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: Annotated[list[CallBody], Field(max_length=32, fail_fast=True)] | None = None
     tool_call_id: CallId | None = None
     content: Content | None = None
     name: Name | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None  # as vLLM names the same
     # Of an answer of OpenAI's or another service's that comes back in a conversation: what says nothing is ignored.
     refusal: None = None
     audio: None = None
@@ -205,6 +207,7 @@ class MessageBody(StrictModel):
             tuple(call.model_dump() for call in self.tool_calls or ()),
             self.tool_call_id,
             self.name,
+            (self.reasoning_content or self.reasoning or "") if self.role == "assistant" else "",
         )
 
 
@@ -247,6 +250,14 @@ class StreamOptions(StrictModel):
     include_usage: bool = False
 
 
+def _bounded(given: dict[str, Any]) -> dict[str, Any]:
+    check_bounds(given)
+    return given
+
+
+TemplateKwargs = Annotated[dict[str, Any], Field(max_length=32), AfterValidator(_bounded)]
+
+
 class JsonSchema(StrictModel):
     """A schema that the answer has; it is enforced whether `strict` says so or not."""
 
@@ -268,10 +279,7 @@ class ResponseFormat(StrictModel):
 
 
 # docs/service.md lists them.
-OF_CLIENTS = (
-    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention reasoning_effort verbosity "
-    "prediction"
-)
+OF_CLIENTS = "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention verbosity prediction"
 # Open WebUI's page adds them to OpenAI's fields, and its server acts on them itself; docs/clients.md lists them.
 OF_OPEN_WEBUI = (
     "chat_id session_id id message_id parent_id parent_message user_message features variables background_tasks model_item "
@@ -335,6 +343,9 @@ class ChatBody(GenerationBody):
     tool_choice: ToolChoice | None = None  # without one "auto"
     functions: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: Literal["none", "auto"] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    enable_thinking: bool | None = None  # one of those, as some services have it
+    reasoning_effort: Name | None = None  # has an effect where the template knows it
 
     @property
     def called_tools(self) -> list[ToolBody]:

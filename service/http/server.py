@@ -71,6 +71,7 @@ class Server:
         stall_s: seconds without a step of what runs after which the service is not ready.
 
     Attributes:
+        template_kwargs: variables of the chat template that chats have by default.
         ingests: uploads that have not ended, in the order of their coming; of the event loop's thread.
 
     Raises:
@@ -98,7 +99,9 @@ class Server:
         self.reading = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by tenant: large bodies, one at a time
         with ExitStack() as opened:
             self.engines = _open_engines(opened, engine_config, tenants, engine, embedder)
-            fusor = next(iter(self.engines.values())).fusor
+            first = next(iter(self.engines.values()))
+            self.template_kwargs, fusor = self.http.template_kwargs(), first.fusor
+            first.prompts.check_template_kwargs(self.template_kwargs, "default_chat_template_kwargs")
             self.uploads_folder = Path(engine_config.store_dir, UPLOADS_FOLDER)
             shutil.rmtree(self.uploads_folder, ignore_errors=True)  # files that a service that was killed has left
             self.uploads_folder.mkdir(mode=0o700, parents=True, exist_ok=True)

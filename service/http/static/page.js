@@ -35,7 +35,9 @@ async function answer(signal) {
   let report = null;
   for await (const event of events(response)) {
     if (event.error) throw new Error(event.error.message);
-    $("answer").append(event.choices[0]?.delta?.content ?? "");
+    const delta = event.choices[0]?.delta;
+    if (delta?.reasoning_content) $("summary").textContent = "The model is thinking.";
+    $("answer").append(delta?.content ?? "");
     report = event.cacheblend ?? report;
   }
   if (!report) return;

@@ -75,7 +75,7 @@ def writes_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model writes `WRITTEN`, whatever it is asked."""
     llguidance = pytest.importorskip("llguidance")
 
-    def sampling_of(_: Any, compiler: GrammarCompiler) -> dict[str, Any]:
+    def sampling_of(_: Any, compiler: GrammarCompiler, *__: Any) -> dict[str, Any]:
         compiler.json()  # makes the vocabulary
         lark = llguidance.LLMatcher.grammar_from_lark(f"start: {json.dumps(WRITTEN)}")
         return {"grammar": Grammar(llguidance.LLMatcher(compiler._vocabulary, lark), "tools")}
