@@ -127,7 +127,7 @@ class ThoughtReader:
         return self._given()
 
     def finish(self, text: str = "") -> tuple[str, str]:
-        """The same of the last piece, and of what was held back."""
+        """Read the last piece, and what was held back, in the same way."""
         thoughts, said = self.add(text)
         if self._state == START:
             self._state = SAID
