@@ -34,6 +34,8 @@ from .layer_passes import IsolatedPass, LayerPass, QuestionPass, RowsPass, Run, 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
 
+    from .prompt import FusionResult
+
 IMPLEMENTATION = "cacheblend"
 # Rows of layer 0 in one attention call, and in one MLP call: attention is fastest in one call from position 0 on, the MLP in
 # pieces whose activations fit the processor's caches.
@@ -165,7 +167,7 @@ class Decoder:
         eager = vars(sys.modules[type(attention).__module__]).get("eager_attention_forward")
         self._own_attention: Any = transformers.AttentionInterface().get(str(self.config._attn_implementation), eager)
         self.vocab_size = int(self.config.vocab_size)
-        self.max_positions = _max_positions(self.config)
+        self.max_positions = max_positions_of(self.config)
         # About the multiply-adds of a row through a layer, without attention scores; experts that a row does not visit count.
         self.layer_parameters = sum(parameter.numel() for parameter in plain[-1].parameters())
         self._decode_kernels = [self._decode_kernel(layer, anatomy) for layer, anatomy in enumerate(self.anatomy)]
@@ -387,6 +389,10 @@ class Decoder:
         make = create_causal_mask if window is None else create_sliding_window_causal_mask
         return make(self.config, hidden_1NM[0, run.rows].unflatten(0, (run.sequences, run.tokens)), None, None)
 
+    def sequence(self, fused: FusionResult) -> SequenceKV:
+        """A sequence that goes on after a prompt; see `SequenceKV`."""
+        return SequenceKV(fused, self.windows)
+
     @torch.no_grad()
     def decode(self, token_ids: Sequence[int], sequences: Sequence[SequenceKV]) -> torch.Tensor:
         """Append one token to each of R sequences; float32 logits (R, V) of the tokens after them."""
@@ -469,7 +475,7 @@ def _place_of_layers(tree: PreTrainedModel, count: int) -> tuple[str, str]:
     raise UnblendableError(f"its decoder has no list of {count} layers, one for each KV")
 
 
-def _max_positions(config: Any) -> int | None:
+def max_positions_of(config: Any) -> int | None:
     """Positions up to which attention and rotary embedding do not depend on the prompt's length; None for any number."""
     limits = [getattr(config, "max_position_embeddings", None), getattr(config, "attention_chunk_size", None)]
     if getattr(config, "attn_temperature_tuning", False):

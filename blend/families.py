@@ -38,11 +38,22 @@ VERIFIED = frozenset(
 )
 
 
+def exact_reason(model: PreTrainedModel) -> str | None:
+    """Why a model that can be served is not blended: it is a hybrid; None for others."""
+    states = sorted(_kinds_of_state(model))
+    if not states or not all(state.startswith("LinearAttention") for state in states):
+        return None
+    return (
+        f"{model.config.get_text_config(decoder=True).model_type} models have state-space or linear-attention layers, whose "
+        "state is not put together from chunks: every request runs exactly"
+    )
+
+
 def check_model(model: PreTrainedModel) -> None:
-    """Refuse a model whose config tells that blending would be wrong on it; the message names the reasons.
+    """Refuse a model whose config tells that it would be run wrong; the message names the reasons.
 
     Raises:
-        UnsupportedModelError: layers hold another state than keys and values, or attend to the future.
+        UnsupportedModelError: layers attend to the future, or to keys that an indexer chooses.
     """
     config: Any = model.config.get_text_config(decoder=True)
     if reasons := list(_reasons(model, config)):
@@ -65,11 +76,8 @@ def _reasons(model: PreTrainedModel, config: Any) -> Iterator[str]:
     if drops_softcap(model):
         yield "its soft-capped attention is not what transformers' sdpa computes; load it with attn_implementation='eager'"
     states = sorted(_kinds_of_state(model))
-    kept = f"({', '.join(states)} instead of keys and values)"
-    if any("Indexed" in state or "CSA" in state for state in states):
-        yield f"an indexer chooses the keys that its layers see {kept}, by keys of its own"
-    elif states:
-        yield f"it has state-space or linear-attention layers {kept}, whose one state is not put together from chunks"
+    if states and exact_reason(model) is None:
+        yield f"an indexer chooses the keys that its layers see ({', '.join(states)}), by keys of its own"
 
 
 def _kinds_of_state(model: PreTrainedModel) -> set[str]:

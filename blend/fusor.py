@@ -18,10 +18,11 @@ from cacheblend.store import ChunkKV, PrefixRun, context_digest
 from .anatomy import UnblendableError
 from .attention import row_kernel
 from .decoder import Decoder
-from .families import VERIFIED, check_model, fingerprint_module
+from .families import VERIFIED, check_model, exact_reason, fingerprint_module
 from .fidelity import check_against_model
 from .fusion import Fusion, FusionConfig, FusionSteps
 from .generation import continue_from
+from .hybrid import HybridDecoder
 from .interfaces import LayerKV, LayerSink, LayerSource, ModelRunner, ResidentLayers
 from .layer_passes import SharedPrefix
 from .loading import DTypeOption, load_model, load_tokenizer
@@ -40,10 +41,14 @@ class Fusor:
     """Precomputes chunks, blends them, and generates after the blend. Safe to use from several threads.
 
     Args:
-        model: a Hugging Face causal LM of a verified family, put into evaluation mode, and otherwise left as it is.
+        model: a Hugging Face causal LM of a verified family, put into evaluation mode, and otherwise left as it is. A hybrid
+            prefills and generates, and the calls that blend raise UnsupportedModelError with `exact_reason`.
         tokenizer: its tokenizer, for those who want text; the fusor itself works on token ids.
         fingerprint: names the model in the store's keys; computed from the weights where not given.
         allow_unverified: accept a model of another family if ratio 1.0 has the model's own logits on it.
+
+    Attributes:
+        exact_reason: why a hybrid is not blended, in a sentence; None for a model that is.
 
     Raises:
         UnsupportedModelError: the model's architecture cannot be blended; the message says what is missing.
@@ -54,6 +59,10 @@ class Fusor:
     ) -> None:
         check_model(model)
         model.eval()
+        fingerprint = fingerprint or fingerprint_module(model, model.dtype)
+        if reason := exact_reason(model):
+            self._over(HybridDecoder(model), fingerprint, model, tokenizer, reason)
+            return
         family = model.config.get_text_config(decoder=True).model_type
         try:
             decoder = Decoder(model)
@@ -64,7 +73,7 @@ class Fusor:
                 f"{family} is not among the {len(VERIFIED)} verified families (docs/models.md); pass allow_unverified=True "
                 "(--allow-unverified) to use it if the built-in check against its own forward passes"
             )
-        self._over(decoder, fingerprint or fingerprint_module(model, model.dtype), model, tokenizer)
+        self._over(decoder, fingerprint, model, tokenizer)
         if family not in VERIFIED:
             check_against_model(self, family)
 
@@ -78,11 +87,19 @@ class Fusor:
         fusor._over(runner, fingerprint, None, None)
         return fusor
 
-    def _over(self, runner: ModelRunner, fingerprint: str, model: PreTrainedModel | None, tokenizer: Any) -> None:
-        self._model, self.tokenizer = model, tokenizer
-        self.runner, self.fingerprint, self.max_positions = runner, fingerprint, runner.max_positions
+    def _over(
+        self,
+        runner: ModelRunner,
+        fingerprint: str,
+        model: PreTrainedModel | None,
+        tokenizer: Any,
+        exact_reason: str | None = None,
+    ) -> None:
+        self._model, self.tokenizer, self.exact_reason = model, tokenizer, exact_reason
+        self._runner, self.fingerprint, self.max_positions = runner, fingerprint, runner.max_positions
         geometry = runner.geometry
-        row_kernel(geometry.dtype, geometry.device, geometry.head_dim)  # compiled now, not at the first blend
+        if exact_reason is None:
+            row_kernel(geometry.dtype, geometry.device, geometry.head_dim)  # compiled now, not at the first blend
         self._sharing = threading.Lock()
         self._shared: tuple[tuple[int, ...], SharedPrefix | None] | None = None
 
@@ -94,11 +111,18 @@ class Fusor:
         return self._model
 
     @property
+    def runner(self) -> ModelRunner:
+        """What runs the layers one by one; an UnsupportedModelError for a hybrid."""
+        if self.exact_reason is not None:
+            raise UnsupportedModelError(self.exact_reason)
+        return self._runner
+
+    @property
     def decoder(self) -> Decoder:
         """The runner over the Hugging Face model; raises as `model` does."""
         assert self.model is not None
-        assert isinstance(self.runner, Decoder)
-        return self.runner
+        assert isinstance(self._runner, Decoder)
+        return self._runner
 
     @classmethod
     def from_pretrained(
@@ -253,6 +277,7 @@ class Fusor:
         output: Any = self.model(ids_1N, past_key_values=cache, use_cache=True, logits_to_keep=1)
         everywhere = (torch.arange(len(token_ids)),) * self.decoder.geometry.layers
         none = torch.zeros(len(token_ids))
+        cache = output.past_key_values
         return FusionResult(output.logits[0, -1].float(), cache, tuple(token_ids), everywhere, everywhere, none, 0, 0)
 
     def generate(self, fused: FusionResult, max_new_tokens: int = 32, **kwargs: Any) -> list[int]:
@@ -280,7 +305,7 @@ class Fusor:
                 f"{len(token_ids)} tokens are more than the model's {self.max_positions} positions; "
                 "retrieve fewer or shorter chunks"
             )
-        vocabulary = self.runner.vocab_size
+        vocabulary = self._runner.vocab_size
         if wrong := [token for token in (min(token_ids), max(token_ids)) if not 0 <= token < vocabulary]:
             raise InputError(
                 f"token id {wrong[0]} is not one of the model's {vocabulary}; tokenise with the model's own tokenizer"

@@ -343,8 +343,7 @@ def continue_from(model: PreTrainedModel, fused: FusionResult, max_new_tokens: i
 def branch_cache(cache: DynamicCache) -> DynamicCache:
     """A cache that begins with this one's keys and values; what is appended to it never shows in the original.
 
-    Nothing is copied: the layers of a `DynamicCache` replace their tensors when they grow.
+    Those are not copied: the layers of a `DynamicCache` replace them when they grow. States are: they are written in place.
     """
-    branch = copy.copy(cache)
-    branch.layers = [copy.copy(layer) for layer in cache.layers]
-    return branch
+    pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
+    return copy.deepcopy(cache, {id(x): x for pair in pairs for x in pair if x is not None})

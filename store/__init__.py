@@ -27,6 +27,7 @@ from .config import StoreConfig as StoreConfig
 from .kv_store import KVStore as KVStore
 from .nvme_tier import VerifyReport as VerifyReport
 from .prefix_blocks import BLOCK_TOKENS as BLOCK_TOKENS
+from .prefix_blocks import STATE as STATE
 from .prefix_blocks import BlockChain as BlockChain
 from .prefix_blocks import PrefixBlocks as PrefixBlocks
 from .prefix_blocks import PrefixRun as PrefixRun

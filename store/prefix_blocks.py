@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .chunk import EncodedLayer
 
 BLOCK_TOKENS = 16
+STATE = 0  # the window of layers that hold one state of all tokens before it: a prefix needs that after its last block
 
 
 class BlockChain:
@@ -77,7 +78,7 @@ class PrefixRun:
     model: str  # fingerprint of the model that computed it
     windows: tuple[int | None, ...]  # of each layer; None for full attention
     # Per window, `kv_L2HTD` (L layers of that window, T held tokens) of the blocks that are needed, in order.
-    held: Mapping[int | None, Sequence[Sequence[torch.Tensor] | torch.Tensor]] = field(repr=False)
+    held: Mapping[int | None, Sequence[Any]] = field(repr=False)
     prefix_ids: ClassVar[tuple[int, ...]] = ()  # these four: see `KVHandle`
     rotated: ClassVar[bool] = True
     tier: ClassVar[str] = "memory"
@@ -177,9 +178,9 @@ _Name = tuple[bytes, int | None]  # a block's hash, and the window of the layers
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """A block's KV in all layers of one window."""
+    """A block's KV (L, 2, H, T, D) in all layers of one window, or the state after it."""
 
-    kv_L2HTD: torch.Tensor
+    held: Any
     users: int = 0
 
 
@@ -223,7 +224,7 @@ class PrefixBlocks:
             names = [(digest, window) for window in self._layers for digest in self._needed(digests, window)]
             self._take(names)
             held = {
-                window: [self._parts[digest, window].kv_L2HTD for digest in self._needed(digests, window)]
+                window: [self._parts[digest, window].held for digest in self._needed(digests, window)]
                 for window in self._layers
             }
         try:
@@ -234,13 +235,14 @@ class PrefixBlocks:
             with self._lock:
                 self._release(names, digests)
 
-    def insert(self, digests: Sequence[bytes], first: int, read: ReadLayer) -> int:
+    def insert(self, digests: Sequence[bytes], first: int, read: ReadLayer, state: Any = None) -> int:
         """Hold a prompt's blocks from the `first` on, as far as there is room; those that are held already stay as they are.
 
         Args:
             digests: of the prompt's blocks, from its start.
             first: the blocks before it were found by `match`, and their KV is not at hand.
             read: returns `k_HTD`, rotated, and `v_HTD` of a layer's positions from a start to a stop; they are copied.
+            state: of the layers with window `STATE` after the last block, an object with `nbytes`; None if it is not at hand.
 
         Returns:
             How many of the prompt's blocks, from its start, are held now.
@@ -250,7 +252,8 @@ class PrefixBlocks:
         with self._lock:
             done = 0
             for index, digest in enumerate(digests):
-                if not self._hold(index, digest, reader if index >= first else None, names):
+                after = state if index == len(digests) - 1 else None
+                if not self._hold(index, digest, reader if index >= first else None, names, after):
                     break
                 done = index + 1
             self._release(names, digests)
@@ -283,20 +286,22 @@ class PrefixBlocks:
         """The blocks of a run that layers of this window need."""
         return digests[len(digests) - blocks_needed(window, len(digests)) :]
 
-    def _hold(self, index: int, digest: bytes, reader: BlockReader | None, names: list[_Name]) -> bool:
+    def _hold(self, index: int, digest: bytes, reader: BlockReader | None, names: list[_Name], state: Any) -> bool:
         """Have a block's parts held and in use, and note their names; False where one is missing and cannot be had."""
         for window, layers in self._layers.items():
             name = (digest, window)
             if name not in self._parts:
-                if reader is None:
+                held = state
+                if window != STATE:
+                    held = None if reader is None else reader.block(index, layers, tokens_kept(window))
+                if held is None:
                     if window is None:
                         return False  # after a missing parent no full layer would be found again
                     continue
-                kv_L2HTD = reader.block(index, layers, tokens_kept(window))
-                if not self._make_room(kv_L2HTD.nbytes):
+                if not self._make_room(held.nbytes):
                     return False
-                self._parts[name] = _Part(kv_L2HTD)
-                self._bytes += kv_L2HTD.nbytes
+                self._parts[name] = _Part(held)
+                self._bytes += held.nbytes
             self._take([name])
             names.append(name)
         return True
@@ -307,7 +312,7 @@ class PrefixBlocks:
             return False
         while self._bytes + nbytes > self.budget_bytes:
             name, _ = self._idle.popitem(last=False)
-            self._bytes -= self._parts.pop(name).kv_L2HTD.nbytes
+            self._bytes -= self._parts.pop(name).held.nbytes
             self._evictions += 1
         return True
 
@@ -315,7 +320,7 @@ class PrefixBlocks:
         for name in names:
             part = self._parts[name]
             if not part.users:
-                self._bytes_in_use += part.kv_L2HTD.nbytes
+                self._bytes_in_use += part.held.nbytes
                 self._idle.pop(name, None)
             part.users += 1
 
@@ -326,5 +331,5 @@ class PrefixBlocks:
             part = self._parts[name]
             part.users -= 1
             if not part.users:
-                self._bytes_in_use -= part.kv_L2HTD.nbytes
+                self._bytes_in_use -= part.held.nbytes
                 self._idle[name] = None

@@ -108,12 +108,72 @@ CONFIGS: dict[str, Any] = {
     "helium": lambda: AutoConfig.for_model("helium", **_SHAPE, head_dim=16),
 }
 
+_LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
+_DELTA: dict[str, Any] = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+_DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16, **_LINEAR}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 16,
+}
+_LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4}
+
+# Models with state-space or linear-attention layers: (model type, what it needs beside the shape).
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-next": ("qwen3_next", {**_EXPERTS, **_DELTA, "head_dim": 16, "shared_expert_intermediate_size": 32}),
+    "qwen3-5": ("qwen3_5_text", {**_DELTA, "head_dim": 16}),
+    "granite-hybrid": (
+        "granitemoehybrid",
+        {**_MAMBA, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 4, "shared_intermediate_size": 32},
+    ),
+    "falcon-h1": ("falcon_h1", {**_MAMBA, "mamba_d_ssm": 128, "head_dim": 16}),
+    "bamba": ("bamba", {**_MAMBA, "attn_layer_indices": [1, 3], "head_dim": 16}),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
+    "jamba": (
+        "jamba",
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 8},
+    ),
+    "nemotron-h": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["mamba", "attention", "mamba", "moe"],
+            **{
+                "mamba_num_heads": 8,
+                "mamba_head_dim": 16,
+                "ssm_state_size": 16,
+                "n_groups": 1,
+                "chunk_size": 16,
+                "head_dim": 16,
+            },
+            **{"n_routed_experts": 4, "moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 32},
+            **{"n_group": 1, "topk_group": 1},
+        },
+    ),
+    "kimi-linear": (
+        "kimi_linear",
+        {**_EXPERTS, **_LINEAR, **_LATENT, "linear_head_dim": 16, "linear_num_heads": 4, "num_local_experts": 4},
+    ),
+    "zamba2": (
+        "zamba2",
+        {
+            "layers_block_type": ["mamba", "hybrid"] * 2,
+            **{"mamba_d_state": 16, "n_mamba_heads": 8, "mamba_ngroups": 1, "chunk_size": 16, "num_mem_blocks": 1},
+            **{"num_key_value_heads": 4, "adapter_rank": 8},
+        },
+    ),
+    "olmo-hybrid": ("olmo_hybrid", _DELTA),
+    "minimax": ("minimax", {**_EXPERTS, **_LINEAR, "head_dim": 16, "num_local_experts": 4, "block_size": 16}),
+}
+
 
 @functools.cache
 def tiny_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, vocab: int = VOCAB) -> PreTrainedModel:
     """A random model whose q, k, v and o weights are scaled up: with default ones a shifted mask changes next to nothing."""
     torch.manual_seed(seed)
-    config = CONFIGS[name]()
+    family, own = HYBRIDS.get(name, ("", {}))
+    config = AutoConfig.for_model(family, **_SHAPE | own) if family else CONFIGS[name]()
     config.vocab_size = vocab
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if drops_softcap(model):

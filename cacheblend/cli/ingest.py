@@ -140,7 +140,10 @@ def _ingest_here(stream: DocumentStream, config: EngineConfig, folders: Sequence
         from cacheblend.service.engine.engine import Engine
 
         fusor = load_fusor(config)
-    _agree(config, fusor.decoder.geometry, size.tokens(fusor.tokenizer) if size else None, yes=yes)
+    if fusor.exact_reason is not None:
+        terminal.note(f"only texts and index are stored: {fusor.exact_reason}")
+    else:
+        _agree(config, fusor.decoder.geometry, size.tokens(fusor.tokenizer) if size else None, yes=yes)
     # Nobody reads here, and memory that is used again costs less than new.
     config = replace(config, store=replace(config.store, ram_budget_bytes=1))
     with Engine(config, fusor=fusor) as engine:

@@ -148,6 +148,10 @@ class ChunkEncoder(ChunkNaming):
         context = chunk_context(fusor, config.context_filler, config.context_document_tokens, len(prefix_ids))
         return cls(prefix_ids, context, fusor.fingerprint, config.kv_cache_dtype, fusor)
 
+    def keys_of_document(self, chunks: Sequence[Sequence[int]]) -> list[ChunkKey]:
+        """See `ChunkNaming`; of a hybrid there are none: it has no KV of a chunk."""
+        return [] if self.fusor.exact_reason is not None else ChunkNaming.keys_of_document(self, chunks)
+
     def compute(self, token_ids: Sequence[int], earlier: Sequence[Sequence[int]]) -> ChunkKV:
         """The KV of one chunk after these chunks of its document."""
         (kv,) = self.fusor.precompute_document([*earlier, token_ids], self.prefix_ids, [len(earlier)], self.context)

@@ -79,7 +79,13 @@ class Engine:
             opened.callback(self.background.close)
             self.prefixes = PrefixCache(self.fusor, config.prefix_budget_bytes)
             self._prefiller = Prefiller(
-                self.fusor, self.store, self.prefixes, encoder, self.background, config, find_controller(config, self.fusor)
+                self.fusor,
+                self.store,
+                self.prefixes,
+                encoder,
+                self.background,
+                config,
+                find_controller(config, self.fusor) if self.fusor.exact_reason is None else None,
             )
             self._documents = Documents(self.retriever, self.store, DocumentEncoder(encoder, self.retriever, self.store))
             if not (Path(config.store_dir) / SETTINGS_FILE).exists():

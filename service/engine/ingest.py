@@ -106,15 +106,15 @@ class EncodedBatch:
 
     def report(self, *, replaced: int, dropped: int) -> IngestReport:
         """The counts, now that the batch is in the index."""
-        chunks = len(self.distinct_keys)
+        keyed = len(self.distinct_keys)
         return IngestReport(
             documents=len(self.documents),
             added=len(self.embedded) - replaced,
             replaced=replaced,
             unchanged=len(self.documents) - len(self.embedded),
-            chunks=chunks,
+            chunks=keyed or sum(map(len, self.chunks.values())),  # a hybrid's have no keys
             computed=len(self.computed),
-            already_stored=chunks - len(self.computed),
+            already_stored=keyed - len(self.computed),
             dropped=dropped,
             tokens=self.tokens,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
@@ -21,7 +21,10 @@ from cacheblend.blend import (
     Prompt,
     ResidentLayers,
     Segment,
+    SequenceKV,
 )
+from cacheblend.blend.decoder import Decoder
+from cacheblend.blend.hybrid import HybridDecoder, HybridSequence, State
 from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan, WorkEstimator
 from cacheblend.store import (
     BLOCK_TOKENS,
@@ -42,7 +45,6 @@ from .request import Request
 
 logger = logging.getLogger(__name__)
 PrefillSteps = Generator[LayerReport, None, None]
-ReadLast = Callable[[int, int], LayerPair]  # (layer, tokens) -> keys and values (H, tokens, D) of the last positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -99,7 +101,9 @@ class Prefiller:
     ) -> None:
         self._fusor, self._store, self._prefixes, self._encoder = fusor, store, prefixes, encoder
         self._background, self._config, self.controller = background, config, controller
-        self._prefix_kv: ChunkKV | None = fusor.precompute(encoder.prefix_ids) if encoder.prefix_ids else None
+        self._prefix_kv: ChunkKV | None = None
+        if encoder.prefix_ids and fusor.exact_reason is None:
+            self._prefix_kv = fusor.precompute(encoder.prefix_ids)
         self.work = WorkEstimator(
             schedule=config.fusion.schedule,
             layers=fusor.decoder.geometry.layers,
@@ -109,6 +113,8 @@ class Prefiller:
 
     def steps(self, request: Request) -> PrefillSteps:
         """Prefill a request, a layer a step; at the end its `prefill` is set. Closing stops loading and releases pins."""
+        if self._fusor.exact_reason is not None:
+            return self._exact(request)
         if request.method == "full_recompute":
             return self._full_recompute(request)
         if request.method == "prefix_cache":
@@ -141,6 +147,28 @@ class Prefiller:
                 loaded_bytes=loader.bytes_by_tier,
                 prefix=prefix,
             )
+
+    def _exact(self, request: Request) -> PrefillSteps:
+        """Run a hybrid's prompt, a piece a step, after the longest prefix whose states are held; with any method, exactly."""
+        started, decoder, token_ids = time.perf_counter(), self._fusor.decoder, request.prompt.token_ids
+        assert isinstance(decoder, HybridDecoder)
+        reuses = decoder.carries and request.method != "full_recompute"
+        with self._prefixes.find(token_ids, reuses * (len(token_ids) - 1), request.namespace) as found:
+            prefix, sequence = CachedStates(found.blocks, found.chain, found.run), decoder.resume(found.run)
+            lookup_s = time.perf_counter() - started
+            for end, is_held in decoder.pieces(prefix.tokens, len(request.prompt.prefix), len(token_ids)):
+                began, rows = time.perf_counter(), token_ids[sequence.tokens : end]
+                logits_V = decoder.extend(sequence, rows)
+                if is_held:
+                    prefix.hold(sequence, decoder)
+                yield LayerReport(0, len(rows), 0.0, time.perf_counter() - began)
+            computed = (torch.arange(prefix.tokens, len(token_ids)),) * decoder.geometry.layers
+            none_N = torch.zeros(len(token_ids))
+            fused = FusionResult(logits_V, sequence.cache, token_ids, computed, computed, none_N, 0, prefix.tokens)
+            exact = [] if prefix.run is None else [BlendSegment(prefix.run.token_ids, prefix.run, exact=True).record]
+            first, *others = *exact, *fresh_records(request.prompt, prefix.tokens)
+            records = (replace(first, key=prefix.key), *others)
+            request.prefill = Prefill(fused=fused, segments=records, lookup_s=lookup_s, prefix=prefix)
 
     def _blend(self, request: Request, ratio: float | None) -> PrefillSteps:
         """Reuse every chunk that is stored, at whatever place, and recompute `ratio` of it; missing ones are computed.
@@ -195,7 +223,7 @@ class Prefiller:
 
     def fetch(self, prompt: PromptTokens) -> None:
         """Fetch the KV of a prompt's chunks that nothing but the remote tier has, while that is faster than computing it."""
-        if not self._store.has_remote:
+        if not self._store.has_remote or self._fusor.exact_reason is not None:
             return
         missing = [chunk for chunk in prompt.chunks if chunk.key is not None and chunk.key not in self._store]
         if missing:
@@ -333,23 +361,54 @@ class CachedPrefix:
 
         self.blocks.insert(self._digests, 0 if self.run is None else len(self.run.digests), read)
 
-    def append(self, token_id: int, read_last: ReadLast) -> None:
+    def append(self, token_id: int, kv: SequenceKV, decoder: Decoder) -> None:
         """A token was generated and has its KV now; copy a block into the cache when it is full.
 
         Args:
             token_id: the token.
-            read_last: reads the last positions, up to this token's; they are copied.
+            kv: of the sequence, up to this token's.
+            decoder: that decodes it.
         """
         self.commit_prompt()
         full = len(self.chain.digests)
         self.chain.extend((token_id,))
         if len(self.chain.digests) > full:
-            self.blocks.insert(self._digests, full, lambda layer, start, stop: read_last(layer, stop - start))
+
+            def read(layer: int, start: int, stop: int) -> LayerPair:
+                return decoder.stored(layer, kv.layers[layer].last(stop - start))
+
+            self.blocks.insert(self._digests, full, read)
 
     @property
     def _digests(self) -> list[bytes]:
         """Each block to hold."""
         return self.chain.digests[: None if self.exact_tokens is None else self.exact_tokens // BLOCK_TOKENS]
+
+
+@dataclass(slots=True, eq=False)
+class CachedStates(CachedPrefix):
+    """A hybrid's part of the prefix cache: beside the blocks of the attention layers' KV the states after some of them."""
+
+    _last: tuple[HybridSequence, HybridDecoder, int, State] | None = None  # where the answer's last full block ended
+
+    def hold(self, sequence: HybridSequence, decoder: HybridDecoder) -> None:
+        """Copy the sequence's blocks, and the state after them; it stands at the end of a block."""
+        digests = self.chain.digests[: sequence.tokens // BLOCK_TOKENS]
+        self.blocks.insert(digests, 0, decoder.reader(sequence), decoder.snapshot(sequence))
+
+    def append(self, token_id: int, kv: SequenceKV, decoder: Decoder) -> None:
+        """A token was generated; at the end of a block its state is copied, for `commit_prompt`."""
+        self.chain.extend((token_id,))
+        assert isinstance(kv, HybridSequence)
+        assert isinstance(decoder, HybridDecoder)
+        if decoder.carries and kv.tokens % BLOCK_TOKENS == 0:
+            self._last = kv, decoder, kv.tokens // BLOCK_TOKENS, decoder.snapshot(kv)
+
+    def commit_prompt(self) -> None:
+        """Hold the answer's blocks, now that it is complete, and the state after the last one."""
+        if self._last is not None:
+            sequence, decoder, blocks, state = self._last
+            self.blocks.insert(self.chain.digests[:blocks], 0, decoder.reader(sequence), state)
 
 
 class RecordingSource:

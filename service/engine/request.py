@@ -109,6 +109,7 @@ class AnswerPlan:
         recomputed_tokens: how many of those were recomputed, in the mean over layers 1 and up.
         loaded_bytes: bytes of stored KV that were loaded, by tier.
         loading: what the loading controller expected; None where it was not asked.
+        exact_reason: why a hybrid's prompt was run exactly, whatever the method; None for other models.
     """
 
     method: str
@@ -123,6 +124,7 @@ class AnswerPlan:
     recomputed_tokens: float
     loaded_bytes: Mapping[str, int]
     loading: LoadingPlan | None = None
+    exact_reason: str | None = None
 
     @property
     def cached_tokens(self) -> int:
@@ -217,6 +219,7 @@ class Answer:
                 "recomputed_tokens": plan.recomputed_tokens,
                 "loaded_bytes": dict(plan.loaded_bytes),
                 "loading": None if plan.loading is None else dataclasses.asdict(plan.loading),
+                "exact_reason": plan.exact_reason,
             },
             "timings": dataclasses.asdict(self.timings),
         }
@@ -402,7 +405,7 @@ class Request:
         self.decoding = decoding = Decoding(self.engine.fusor, fused, self.asked, self.max_tokens, self.asked.stop, hidden)
         is_complete = self._draw(fused.logits)
         if not is_complete:
-            decoding.kv = SequenceKV(fused, self.engine.fusor.decoder.windows)
+            decoding.kv = self.engine.fusor.decoder.sequence(fused)
         owner = self  # of the prompt's KV
         if leader is not None:
             leader._followers -= 1
@@ -415,8 +418,7 @@ class Request:
     def decode(self, logits_V: torch.Tensor) -> bool:
         """Draw the next token, now that the last one has its KV. True if the answer is complete."""
         if self.prefill is not None and self.prefill.prefix is not None:
-            stored = self.engine.fusor.decoder.stored
-            self.prefill.prefix.append(self.last_token, lambda layer, tokens: stored(layer, self.kv.layers[layer].last(tokens)))
+            self.prefill.prefix.append(self.last_token, self.kv, self.engine.fusor.decoder)
         return self._draw(logits_V)
 
     def _draw(self, logits_V: torch.Tensor) -> bool:
@@ -472,6 +474,7 @@ class Request:
             recomputed_tokens=fused.recomputed_ratio * fused.reusable_tokens,
             loaded_bytes=prefill.loaded_bytes,
             loading=loading,
+            exact_reason=self.engine.fusor.exact_reason,
         )
         timings = Timings(
             retrieve_s=self.retrieved - self.started,

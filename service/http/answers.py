@@ -18,7 +18,15 @@ from cacheblend.service.engine.request import Done, Request, chunk_origin
 from .schemas import ChatBody, CompletionBody, GenerationBody, read_arguments
 
 OPENS, CLOSES = "<tool_call>", "</tool_call>"  # as Hermes and Qwen write calls
-PLAN_FIELDS = ("method", "hits", "misses", "recompute_ratio", "reusable_tokens", "recomputed_tokens")  # of a report
+PLAN_FIELDS = (
+    "method",
+    "hits",
+    "misses",
+    "recompute_ratio",
+    "reusable_tokens",
+    "recomputed_tokens",
+    "exact_reason",
+)  # of a report
 Call = Mapping[str, Any]  # in OpenAI's shape
 
 

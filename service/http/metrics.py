@@ -127,6 +127,11 @@ class Metrics(Collector):
         for name in ("waiting", "prefilling", "decoding"):
             requests.add_metric([name], getattr(self._scheduler.state, name))
         yield requests
+        exact = GaugeMetricFamily("cacheblend_exact", "1 while every request runs exactly, for this reason.", labels=["reason"])
+        for reason in {engine.fusor.exact_reason for engine in self._engines}:
+            if reason is not None:
+                exact.add_metric([reason], 1)
+        yield exact
         stores = [engine.store.stats() for engine in self._engines]
         for name in ("entries", "bytes", "hits", "evictions"):
             family = CounterMetricFamily if name in ("hits", "evictions") else GaugeMetricFamily
