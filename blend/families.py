@@ -44,8 +44,8 @@ def exact_reason(model: PreTrainedModel) -> str | None:
     if not states or not all(state.startswith("LinearAttention") for state in states):
         return None
     return (
-        f"{model.config.get_text_config(decoder=True).model_type} models have state-space or linear-attention layers, whose "
-        "state is not put together from chunks: every request runs exactly"
+        f"{model.config.get_text_config(decoder=True).model_type} models cannot be blended: they have state-space or "
+        "linear-attention layers, whose state is not put together from chunks; every request runs exactly"
     )
 
 

@@ -112,7 +112,7 @@ class Fusor:
 
     @property
     def runner(self) -> ModelRunner:
-        """What runs the layers one by one; an UnsupportedModelError for a hybrid."""
+        """The runner of the layers, one by one; an UnsupportedModelError for a hybrid."""
         if self.exact_reason is not None:
             raise UnsupportedModelError(self.exact_reason)
         return self._runner

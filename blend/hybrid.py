@@ -34,7 +34,7 @@ CHECKED_TOKENS = BLOCK_TOKENS + 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class State:
-    """What all layers but those of full attention hold after some tokens: the model's cache without their keys and values."""
+    """The model's cache after some tokens, on the CPU, without the keys and values of its layers of full attention."""
 
     cache: Any
     nbytes: int
@@ -117,7 +117,9 @@ class HybridDecoder(Decoder):
         positions_1S = torch.arange(sequence.tokens, sequence.tokens + len(token_ids), device=self.device)[None]
         places = {"position_ids": positions_1S} if self._takes_positions else {}
         output = self._model(ids_1S, past_key_values=sequence.cache, use_cache=True, logits_to_keep=1, **places)
-        sequence.cache, sequence.tokens = output.past_key_values, sequence.tokens + len(token_ids)
+        sequence.cache, sequence.tokens = getattr(output, "past_key_values", None), sequence.tokens + len(token_ids)
+        if sequence.cache is None:
+            raise ValueError("its forward returns no cache under the name past_key_values")
         last_V: torch.Tensor = output.logits[0, -1].float()
         return last_V
 

@@ -149,7 +149,7 @@ class ChunkEncoder(ChunkNaming):
         return cls(prefix_ids, context, fusor.fingerprint, config.kv_cache_dtype, fusor)
 
     def keys_of_document(self, chunks: Sequence[Sequence[int]]) -> list[ChunkKey]:
-        """See `ChunkNaming`; of a hybrid there are none: it has no KV of a chunk."""
+        """The store's keys of all chunks of a document; none for a hybrid, which has no KV of a chunk."""
         return [] if self.fusor.exact_reason is not None else ChunkNaming.keys_of_document(self, chunks)
 
     def compute(self, token_ids: Sequence[int], earlier: Sequence[Sequence[int]]) -> ChunkKV:

@@ -18,15 +18,7 @@ from cacheblend.service.engine.request import Done, Request, chunk_origin
 from .schemas import ChatBody, CompletionBody, GenerationBody, read_arguments
 
 OPENS, CLOSES = "<tool_call>", "</tool_call>"  # as Hermes and Qwen write calls
-PLAN_FIELDS = (
-    "method",
-    "hits",
-    "misses",
-    "recompute_ratio",
-    "reusable_tokens",
-    "recomputed_tokens",
-    "exact_reason",
-)  # of a report
+PLAN_FIELDS = ("method", "hits", "misses", "recompute_ratio", "reusable_tokens", "recomputed_tokens")  # of a report
 Call = Mapping[str, Any]  # in OpenAI's shape
 
 
@@ -207,6 +199,8 @@ def answer_report(body: GenerationBody, served: Request, done: Done) -> dict[str
         "total_s": timings.total_s,
         "prepare_s": served.retrieved - served.asked.arrived,
     }
+    if plan.exact_reason is not None:
+        report["exact_reason"] = plan.exact_reason
     if body.return_chunks:
         report["chunks"] = chunk_report(done, served.engine.fusor.tokenizer)
     return report
