@@ -149,7 +149,7 @@ class BlockReader:
         self._ahead: dict[int, tuple[int, torch.Tensor]] = {}  # by a window's first layer: the first block, and the copies
 
     def block(self, index: int, layers: Sequence[int], held_tokens: int) -> torch.Tensor:
-        """Keys and values (L, 2, H, T, D) of one block in memory of its own: a view would keep all blocks that were copied with it.
+        """Keys and values (L, 2, H, T, D) of one block in memory of its own: a view would keep all that were copied.
 
         Args:
             index: asked for in rising order.
