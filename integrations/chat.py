@@ -5,20 +5,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from typing import Any
 
-from cacheblend.base.errors import InputError
+from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.retriever import Chunk, ScoredChunk
 from cacheblend.service import Engine
 from cacheblend.service.engine.grammar import GrammarCompiler
 from cacheblend.service.engine.prompt import Message
+from cacheblend.service.engine.reasoning import ThoughtReader, Thoughts
 from cacheblend.service.engine.request import Done, Request
 
 PROMPT_OPTIONS = (
     *("method", "recompute_ratio", "max_tokens", "temperature", "top_p", "top_k"),
     *("seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p"),
 )
-OPTIONS = ("documents", "stop", *PROMPT_OPTIONS, "response_format")  # of a call
+OPTIONS = ("documents", "stop", *PROMPT_OPTIONS, "response_format", "chat_template_kwargs")  # of a call
 # Why stored KV cannot be used, with the remedy; SEPARATOR stands for the retriever's.
 OTHER_CHARACTERS = (
     "chunks in the messages stand between other characters than at ingest: their KV is computed now. To use the stored KV, put "
@@ -41,11 +43,15 @@ class EngineChat:
     def stream(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Pieces:
         """Yield the answer's text as its tokens come, with None, and at last the remaining text with the finished request.
 
+        A reasoning model's thoughts are no part of the text; the finished request's answer has them.
+
         The caller's thread runs the model, a token a step; closing the generator before its end frees everything. Options
         are those of `OPTIONS`, the engine's where they are None or missing: `stop` ends the answer, a string or several;
-        `documents` are put before the last message, and without them chunks are looked for in the messages.
+        `documents` are put before the last message, and without them chunks are looked for in the messages;
+        `chat_template_kwargs` are variables of the model's chat template, such as `enable_thinking`.
 
         Raises:
+            ConfigError: variables that the template does not know.
             InputError: an option that is not known, or see `Engine.prepare`.
         """
         # 1. Lay out the prompt, and say how tokens are drawn.
@@ -54,12 +60,18 @@ class EngineChat:
         chosen = {name: value for name, value in options.items() if value is not None}
         request = self._prepare(messages, chosen)
         # 2. Prefill, a layer a step, and decode, a token a step.
+        reader, thoughts = None if request.asked.thoughts is None else ThoughtReader(request.asked.thoughts), list[str]()
         with closing(self.engine.stream(request)) as events:
             for event in events:
+                is_last = isinstance(event, Done)
+                text = event.last_text if isinstance(event, Done) else event.text
+                if reader is not None:
+                    thought, text = reader.finish(text) if is_last else reader.add(text)
+                    thoughts.append(thought)
                 if isinstance(event, Done):
-                    yield event.last_text, event
-                elif event.text:
-                    yield event.text, None
+                    yield text, replace(event, answer=replace(event.answer, thoughts="".join(thoughts)))
+                elif text:
+                    yield text, None
 
     def known_chunk(self, text: str, metadata: Mapping[str, Any]) -> Chunk | None:
         """The engine's own chunk that a framework's document is; None where it is another retriever's, or was deleted."""
@@ -71,43 +83,50 @@ class EngineChat:
 
     def _prepare(self, messages: Sequence[Message], chosen: Mapping[str, Any]) -> Request:
         engine, documents, layout = self.engine, chosen.get("documents"), None
+        variables = chosen.get("chat_template_kwargs", {})
+        if not isinstance(variables, Mapping):
+            raise ConfigError("chat_template_kwargs", variables, 'a mapping such as {"enable_thinking": False}')
         if documents is None:
             located = [engine.chunk_texts.locate(message.content) for message in messages]
             stored, other = sum(one.stored for one in located), sum(one.other for one in located)
             if stored + other:
-                layout, documents = engine.prompts.chat_around(messages, [one.parts for one in located])
+                layout, documents = engine.prompts.chat_around(messages, [one.parts for one in located], variables)
             searched = engine.chunk_texts.take_unused()
             if other or (searched and not stored):  # Python shows a warning once
                 text = OTHER_CHARACTERS if other else NO_CHUNKS
                 warnings.warn(text.replace("SEPARATOR", repr(engine.retriever.config.separator)), UserWarning, stacklevel=2)
         if layout is None:
-            layout = engine.prompts.chat(messages, with_chunks=documents is not None)
+            layout = engine.prompts.chat(messages, with_chunks=documents is not None, template_kwargs=variables)
+        thoughts = engine.prompts.thoughts(layout)
         return engine.prepare(
             messages[-1].content,
             layout=layout,
+            thoughts=thoughts,
             num_chunks=0,
             documents=documents,
             stop=[stop] if isinstance(stop := chosen.get("stop", ()), str) else [*stop],
-            grammar=self._grammar(chosen.get("response_format")),
+            grammar=self._grammar(chosen.get("response_format"), thoughts),
             **{name: chosen[name] for name in PROMPT_OPTIONS if name in chosen},
         )
 
-    def _grammar(self, response_format: Any) -> Any:
-        """The grammar of OpenAI's `response_format`; None for plain text."""
+    def _grammar(self, response_format: Any, thoughts: Thoughts | None) -> Any:
+        """The grammar of OpenAI's `response_format` after thoughts; None for plain text."""
         match response_format:
             case None | {"type": "text"}:
                 return None
             case {"type": "json_object"}:
-                return self._grammars.json()
+                return self._grammars.json(thoughts=thoughts)
             case {"type": "json_schema", "json_schema": {"schema": Mapping() as schema}}:
-                return self._grammars.json(schema)
+                return self._grammars.json(schema, thoughts=thoughts)
         raise InputError('response_format: type must be "json_object", or "json_schema" with json_schema={"schema": {...}}')
 
 
 def report(done: Done) -> dict[str, Any]:
     """Metadata of an answer: why it ended, tokens, plan and timings."""
     plan, answer = done.answer.plan, done.answer.as_dict()
+    thoughts = {"reasoning_content": done.answer.thoughts} if done.answer.thoughts else {}
     return {
+        **thoughts,
         "finish_reason": done.finish_reason,
         "prompt_tokens": plan.prompt_tokens,
         "completion_tokens": len(answer["token_ids"]),

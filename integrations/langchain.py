@@ -70,7 +70,8 @@ class ChatCacheBlend(BaseChatModel):
     retriever, or mappings with `title` and `text`. They stand before the last message.
 
     The fields but for `engine` are options of a call too, `model.bind(max_tokens=5)`; so are `stop`, `top_k`, `min_p`, `seed`,
-    `presence_penalty`, `frequency_penalty`, `repetition_penalty` and `response_format`; see `RequestOptions`.
+    `presence_penalty`, `frequency_penalty`, `repetition_penalty`, `response_format` and `chat_template_kwargs`; see
+    `RequestOptions`. Thoughts of a reasoning model are the last piece's `additional_kwargs["reasoning_content"]`.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -165,7 +166,8 @@ def _metadata(done: Done) -> dict[str, Any]:
         total_tokens=metadata.pop("total_tokens"),
         input_token_details={"cache_read": metadata.pop("cached_tokens")},
     )
-    return {"usage_metadata": usage, "response_metadata": metadata}
+    thoughts = {name: metadata.pop(name) for name in ("reasoning_content",) if name in metadata}
+    return {"usage_metadata": usage, "response_metadata": metadata, "additional_kwargs": thoughts}
 
 
 def _message(message: BaseMessage) -> Message:

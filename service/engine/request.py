@@ -180,6 +180,7 @@ class Answer:
 
     Args:
         text: the generated text, special tokens left out.
+        thoughts: those in the text, where an adapter has read them.
         token_ids: the generated token ids.
         chunks: the chunks in the prompt, in order; distance is NaN where documents were brought.
         plan: how the prompt was prefilled.
@@ -193,6 +194,7 @@ class Answer:
     plan: AnswerPlan
     timings: Timings
     first_logits: torch.Tensor = field(repr=False)
+    thoughts: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; token ids of segments and positions as counts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,14 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnablePassthrough
 from pydantic import BaseModel
 
-from cacheblend.base.errors import InputError
+from cacheblend.base.errors import ConfigError, InputError
+from cacheblend.blend import Fusor
+from cacheblend.integrations.chat import EngineChat
 from cacheblend.integrations.langchain import CacheBlendRetriever, ChatCacheBlend
-from cacheblend.service import Engine
+from cacheblend.retriever import RetrieverConfig
+from cacheblend.service import Engine, EngineConfig
+from cacheblend.service.engine.grammar import Grammar
+from cacheblend.service.engine.reasoning import Thoughts
 
 QUESTION = "What does the else clause of a while loop do?"
 TEMPLATE = "Use this context:\n{context}\n\nQuestion: {question}"
@@ -174,3 +180,38 @@ def test_documents_of_any_retriever(engine: Engine, retriever: CacheBlendRetriev
     assert (plan["hits"], plan["misses"]) == (4, 2)
     engine.drain()
     assert model.invoke(QUESTION, documents=[*own, *others]).response_metadata["plan"]["misses"] == 0
+
+
+def test_thoughts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thinking is switched by the template's variables; the thoughts stand beside the content, with and without chunks."""
+    llguidance = pytest.importorskip("llguidance")
+    from engines import DOCUMENTS
+    from fakes import FakeEmbedder
+    from thinking import QWEN3, thinking_tokenizer
+    from tiny_models import tiny_model
+
+    tokenizer = thinking_tokenizer(QWEN3)
+
+    def says(chat: EngineChat, _: Any, thoughts: Thoughts) -> Grammar:
+        text = "Yes." if thoughts.is_closed else "<think>\nhm\n</think>\n\nYes."
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        lark = llguidance.LLMatcher.grammar_from_lark(f"start: {' '.join(f'<[{token}]>' for token in ids)}")
+        return Grammar(llguidance.LLMatcher(chat._grammars._read_vocabulary(), lark), "test")
+
+    monkeypatch.setattr(EngineChat, "_grammar", says)
+    config = EngineConfig(model="qwen3", store_dir=tmp_path, retriever=RetrieverConfig(chunk_tokens=24))
+    fusor = Fusor(tiny_model("qwen3", vocab=len(tokenizer)), tokenizer)
+    with Engine(config, fusor=fusor, embedder=FakeEmbedder()) as engine:
+        engine.ingest(DOCUMENTS[:2])
+        model = ChatCacheBlend(engine=engine, max_tokens=40)
+        for thinks in (True, False):
+            switched = model.bind(chat_template_kwargs={"enable_thinking": thinks})
+            for answer in (
+                switched.invoke(QUESTION),
+                chain(switched, CacheBlendRetriever(engine=engine, num_chunks=2)).invoke(QUESTION),
+            ):
+                assert (answer.content, answer.additional_kwargs) == ("Yes.", {"reasoning_content": "hm"} if thinks else {})
+            assert "".join(piece.content for piece in switched.stream(QUESTION)) == "Yes."
+        for given in ({"thinking": True}, "no"):
+            with pytest.raises(ConfigError, match="chat_template_kwargs"):
+                model.invoke(QUESTION, chat_template_kwargs=given)
