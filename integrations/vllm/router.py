@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -35,7 +35,7 @@ from .scheduler import PARAMS_KEY, Marks
 BUSY_S = 0.2  # until the workers are asked again, whose disk is behind
 CHAT, COMPLETIONS, DOCUMENTS = "/v1/chat/completions", "/v1/completions", "/v1/cacheblend/documents"
 # A chat with one of these needs what vLLM's own rendering does with it.
-RENDERED_BY_VLLM = ("tools", "chat_template", "chat_template_kwargs", "continue_final_message", "echo")
+RENDERED_BY_VLLM = ("tools", "chat_template", "continue_final_message", "echo")
 Chunk = tuple[int, ...]
 
 
@@ -53,7 +53,7 @@ class PromptMarker:
         """The request with token ids and marks; None for one that is vLLM's as it is.
 
         Raises:
-            InputError: documents or messages that cannot be used.
+            ConfigError, InputError: documents, messages or variables of the template that cannot be used.
             PromptTooLongError: they cannot be within the model's positions.
         """
         if path == COMPLETIONS:
@@ -62,19 +62,29 @@ class PromptMarker:
                 return None
             before, documents, question = parts
             return self._marked(path, body, self._as_written.completion(question), before, documents)
-        if any(body.get(name) for name in RENDERED_BY_VLLM) or (messages := _messages(body.get("messages"))) is None:
+        variables, messages = self._variables(body), _messages(body.get("messages"))
+        if any(body.get(name) for name in RENDERED_BY_VLLM) or messages is None or variables is None:
             return None
         if found := body.get("documents"):
             if not isinstance(found, list):
                 raise InputError(f'documents: give a list of objects {{"title", "text"}}, not {type(found).__name__}')
-            layout = self._around_documents.chat(messages, with_chunks=True)
+            layout = self._around_documents.chat(messages, with_chunks=True, template_kwargs=variables)
             others = {name: value for name, value in body.items() if name != "documents"}
             return self._marked(path, others, layout, (), [self.split(document) for document in found])
         if (parts := self._parted(messages[-1].content)) is None:
             return None
         before, documents, question = parts
-        layout = self._as_written.chat([*messages[:-1], Message("user", question)], with_chunks=False)
+        asked = [*messages[:-1], replace(messages[-1], content=question)]
+        layout = self._as_written.chat(asked, with_chunks=False, template_kwargs=variables)
         return self._marked(path, body, layout, before, documents)
+
+    def _variables(self, body: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The chat template's variables of a request, as vLLM has them: those that it knows. None for what is no object."""
+        asked, effort = body.get("chat_template_kwargs") or {}, body.get("reasoning_effort")
+        if not isinstance(asked, Mapping):
+            return None
+        of_effort = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        return {name: value for name, value in {**of_effort, **asked}.items() if name in self._as_written.template_variables}
 
     def split(self, document: Mapping[str, object]) -> list[Chunk]:
         """Token ids of a document's chunks."""
@@ -241,7 +251,8 @@ def _messages(messages: Any) -> list[Message] | None:
             content = "".join(str(part.get("text", "")) for part in content)
         if not isinstance(content, str) or message.get("role") not in ("system", "user", "assistant"):
             return None
-        found.append(Message(message["role"], content))
+        thoughts = message.get("reasoning_content") or message.get("reasoning") if message["role"] == "assistant" else None
+        found.append(Message(message["role"], content, thoughts=thoughts if isinstance(thoughts, str) else ""))
     return found if found and found[-1].role == "user" else None
 
 

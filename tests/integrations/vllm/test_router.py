@@ -99,6 +99,22 @@ def test_the_last_messages_separators_part_its_chunks(marker: PromptMarker, toke
     assert tokenizer.decode(marked["prompt"]).endswith(" and so")
 
 
+def test_thinking_is_the_templates(tmp_path: Path) -> None:
+    """The template's variables of a request with documents hold, what the template does not know is left out as in vLLM."""
+    tokenizer = train_tokenizer(python_help()[:20], ModelShape(vocab=400, max_positions=2048))
+    tokenizer.chat_template = f"{CHAT_TEMPLATE}{{% if enable_thinking is false %}}no thoughts{{% endif %}}"
+    marker = PromptMarker(tokenizer, ConnectorConfig.from_options({"store_dir": str(tmp_path)}), 2048)
+    for switch, is_off in (
+        ({}, False),
+        ({"chat_template_kwargs": {"enable_thinking": False, "other": 1}}, True),
+        ({"reasoning_effort": "none"}, True),
+        ({"reasoning_effort": "low", "chat_template_kwargs": None}, False),
+    ):
+        marked = marker.mark(CHAT, {"messages": [QUESTION], "documents": DOCS, **switch})
+        assert marked is not None
+        assert tokenizer.decode(marked["kv_transfer_params"]["prompt_token_ids"]).endswith("no thoughts") == is_off
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -106,6 +122,7 @@ def test_the_last_messages_separators_part_its_chunks(marker: PromptMarker, toke
         (CHAT, {"messages": [QUESTION], "documents": DOCS, "tools": [{"type": "function"}]}),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}], "documents": DOCS}),
         (CHAT, {"messages": "hi", "documents": DOCS}),
+        (CHAT, {"messages": [QUESTION], "documents": DOCS, "chat_template_kwargs": "no object"}),
         (CHAT, {"messages": [QUESTION, {"role": "assistant", "content": "well,"}], "documents": DOCS}),
         (COMPLETIONS, {"prompt": [1, 2, 3]}),
         (COMPLETIONS, {"prompt": "no separator"}),
