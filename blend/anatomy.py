@@ -36,7 +36,7 @@ class Attended(Exception):  # noqa: N818  # a signal, no error
     """A layer has run as far as it is needed, to its cache or to its attention."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class TableForm:
     """How a layer takes its rotary embedding: as cosine and sine behind these axes, as complex numbers, or not at all."""
 
@@ -63,6 +63,8 @@ class TableForm:
         """The form that the layer takes, from cosine and sine of its rows."""
         if self.kind == "none":
             return None
+        if self.kind == "pair" and self.axes == (1,):
+            return cos_sin
         cos, sin = (table.expand(*self.axes, *table.shape[-2:]) for table in cos_sin)
         return torch.complex(cos, sin) if self.kind == "complex" else (cos, sin)
 
@@ -118,10 +120,11 @@ class LayerCall:
         self, hidden: torch.Tensor, positions_S: torch.Tensor, cos_sin: CosSin, cache: Any, extra: torch.Tensor | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments for rows at these positions, by place and by name."""
-        given = dict(self._constants)
-        given[self._hidden] = hidden
-        given |= {name: positions_S.expand(*axes, len(positions_S)) for name, axes in self._positions.items()}
-        given |= dict.fromkeys(self._caches, cache)
+        given = {**self._constants, self._hidden: hidden}
+        for name, axes in self._positions.items():
+            given[name] = positions_S.expand(*axes, len(positions_S))
+        for name in self._caches:
+            given[name] = cache
         if SHARED_KV in given:
             given[SHARED_KV] = cache
         if self._tables is not None:
