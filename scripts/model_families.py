@@ -130,7 +130,7 @@ class Verdict:
     special: str = ""
 
 
-def tiny_config(family: str) -> Any:  # a config of transformers, of any class
+def tiny_config(family: str, **changes: Any) -> Any:  # a config of transformers, of any class
     """A small config of a family; a wrapper's is its text model's."""
     from transformers import AutoConfig
 
@@ -141,7 +141,7 @@ def tiny_config(family: str) -> Any:  # a config of transformers, of any class
         sizes["head_dim"] = SIZES["head_dim"]
     if "layer_types" not in own and isinstance(_value(config, "layer_types"), list):
         sizes["layer_types"] = config.layer_types[: SIZES["num_hidden_layers"]]
-    config = type(config)(**sizes | own)
+    config = type(config)(**sizes | own | changes)
     if family == "dbrx":
         config.attn_config.clip_qkv = 8.0  # without it transformers' own forward fails
     return config
@@ -165,7 +165,7 @@ def _value(config: Any, name: str) -> Any:
         return True
 
 
-def tiny_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
+def tiny_model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A random model of a family, or of a model type within one, with weights large enough that a fault shows."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -174,7 +174,7 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
     if family in WRAPPERS:
         model = transformers.AutoModelForImageTextToText.from_config(tiny_wrapper_config(family), dtype=dtype)
     else:
-        config, names = tiny_config(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        config, names = tiny_config(family, **changes), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         kind = getattr(transformers, names.get(family) or names[family.partition("_text")[0]])
         kind = kind if isinstance(config, kind.config_class) else transformers.AutoModelForCausalLM
         make = kind._from_config if hasattr(kind, "_from_config") else kind.from_config

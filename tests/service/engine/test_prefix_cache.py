@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import model_families
 import pytest
 from engines import CHUNK_TOKENS, QUESTION, OpenEngine, furthest, kinds, prompt_of
 from fakes import FakeEmbedder, tiny_tokenizer
 from served import serve
 from tiny_models import tiny_model
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.blend import FusionConfig, Fusor
@@ -20,6 +22,7 @@ from cacheblend.service.serving.scheduler import Scheduler
 from cacheblend.store import BLOCK_TOKENS
 
 FAMILIES = ("llama", "mistral-window", "gemma2", "gemma3")
+SPECIAL = ["deepseek_v3", "gemma3n_text", "gemma4_text", "gpt_oss", "mimo_v2_flash", "smollm3"]  # whose windows are 24
 SYSTEM = tuple(range(100, 150))
 TURN = tuple(range(200, 233))
 OTHER = tuple(range(300, 320))
@@ -44,11 +47,17 @@ def after(answer: Answer, turn: tuple[int, ...]) -> PromptTokens:
     return PromptTokens((*prompt_of(answer.plan), *answer.token_ids), turn)
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=[*FAMILIES, *SPECIAL])
 def family_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
     """An engine on a tiny model of a family; the windows are 12 tokens, below a block."""
     tokenizer = tiny_tokenizer()
-    fusor = Fusor(tiny_model(request.param, vocab=len(tokenizer)), tokenizer)
+    if request.param in SPECIAL and request.param not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {request.param}")
+    if request.param in SPECIAL:
+        sizes = dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), len(tokenizer))
+        fusor = Fusor(model_families.tiny_model(request.param, **sizes), tokenizer)
+    else:
+        fusor = Fusor(tiny_model(request.param, vocab=len(tokenizer)), tokenizer)
     config = EngineConfig(
         model="tiny",
         store_dir=tmp_path,
