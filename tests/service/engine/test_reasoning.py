@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from fakes import tiny_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
 from thinking import GPT_OSS, OPENED, QWEN3, thinking_tokenizer
 from tiny_models import tiny_model
 
@@ -142,6 +144,31 @@ def test_thoughts_in_a_text(marks: Thoughts, text: str, thoughts: str, said: str
         pieces = [reader.add(text[start : start + size]) for start in range(0, len(text), size)]
         pieces.append(reader.finish())
         assert ("".join(one for one, _ in pieces), "".join(other for _, other in pieces)) == (thoughts, said)
+
+
+PARTS = [
+    "<think>",
+    "</",
+    "think>",
+    "\n",
+    " a",
+    "<|channel|>",
+    "<|message|>",
+    "<|end|>",
+    "analysis",
+    "to=functions.f",
+    "<|call|>",
+    "<|",
+]
+
+
+@given(st.lists(st.sampled_from(PARTS), max_size=12).map("".join), st.integers(1, 6), st.booleans())
+def test_a_cut_changes_nothing(text: str, size: int, is_open: bool) -> None:
+    """What is read piece by piece is what is read of the text in one."""
+    for marks in (Thoughts(THINK, is_open=is_open), Thoughts(HARMONY)):
+        reader = ThoughtReader(marks)
+        pieces = [*(reader.add(text[start : start + size]) for start in range(0, len(text), size)), reader.finish()]
+        assert ThoughtReader(marks).finish(text) == ("".join(one for one, _ in pieces), "".join(two for _, two in pieces))
 
 
 def test_special_marks_are_read() -> None:
