@@ -174,7 +174,11 @@ def test_json_after_thoughts(client: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     for thinks in (True, False):
         extra = {"chat_template_kwargs": {"enable_thinking": thinks}, **NO_CHUNKS}
-        answer = ask(client, response_format=form, logit_bias=bias, extra_body=extra)
+        answer = ask(client, response_format=form, logit_bias=bias, logprobs=True, extra_body=extra)
+        first = answer.choices[0].logprobs
+        assert first is not None
+        assert first.content is not None
+        assert (first.content[0].token == "<think>") == thinks
         assert json.loads(answer.choices[0].message.content or "") == {"a": 1}
         _, content, _ = streamed(client, response_format=form, logit_bias=bias, extra_body=extra)
         assert json.loads(content) == {"a": 1}
