@@ -10,8 +10,10 @@ parallel hidden states (1 but in Gemma 3n), M hidden size.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,6 +82,7 @@ class LayerCall:
         self._positions = dict[Any, tuple[int, ...]]()
         self._tables: Any = None
         self._extra: Any = None
+        self.mask: Any = None
         for name, value in given.items():
             match _role(name, value, tokens):
                 case "tables":
@@ -88,6 +91,8 @@ class LayerCall:
                     self._positions[name] = tuple(value.shape[:-1])
                 case "extra":
                     self._extra = name
+                case "mask":
+                    self._constants[name], self.mask = None, value
                 case "constant":
                     self._constants[name] = value
         self._caches = [name for name in CACHE_NAMES if name in given]
@@ -135,9 +140,11 @@ class LayerCall:
 
 
 def _role(name: Any, value: Any, tokens: int) -> str:
-    """Part that an argument plays in a layer's call: one of "tables", "positions", "extra", "cache", "constant"."""
+    """Part that an argument plays in a layer's call: one of "tables", "positions", "extra", "cache", "mask", "constant"."""
     if name == "position_embeddings" or _is_table(value, tokens):
         return "tables"
+    if name == "attention_mask":
+        return "mask"
     if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.shape[-1:] == (tokens,):
         return "positions"
     if isinstance(value, torch.Tensor) and value.ndim >= 3 and value.shape[1] == tokens:
@@ -219,16 +226,16 @@ def find_rotation(plain: torch.Tensor, turned: torch.Tensor, cos_sin: CosSin, at
     places = dict.fromkeys([*((at, at + x) for x in (tables, 2 * tables) if x <= size for at in (0, size - x)), (0, size)])
     weights = [weight for weight in attention.parameters() if weight.shape == (size,)]
     allowed = (1e-4 if plain.dtype == torch.float32 else 3e-2) * float(turned.abs().max())
+    tried = list[tuple[float, Rotation]]()
     for scale in (None, *weights):
         for start, stop in places:
             for turn in _turns(attention):
                 rotation = Rotation(turn, start, stop, scale)
-                try:
-                    off = float((rotation(plain, *cos_sin) - turned).abs().max())
-                except (RuntimeError, TypeError, ValueError, IndexError):
-                    continue
-                if off <= allowed:
-                    return rotation
+                with suppress(RuntimeError, TypeError, ValueError, IndexError):
+                    tried.append((float((rotation(plain, *cos_sin) - turned).abs().max()), rotation))
+    off, best = min(tried, key=lambda one: one[0], default=(math.inf, None))  # of equals the first: the family's own
+    if off <= allowed:
+        return best
     raise UnblendableError("its keys are not turned by a rotation that is known")
 
 

@@ -52,6 +52,7 @@ class _Thread(threading.local):
     calls: list[GivenCall]
     order: list[int]  # of the layers called
     hidden: torch.Tensor
+    examines = False
 
 
 _THREAD = _Thread()
@@ -62,11 +63,16 @@ def _attention(module: nn.Module, query: Any, key: Any, value: Any, attention_ma
     return _THREAD.layer_pass.attend(module, query, key, value, attention_mask, **kw), None
 
 
+def _mask(*_: Any, local_size: int | None = None, **__: Any) -> torch.Tensor | None:
+    """No mask: the passes make their own. While a model is examined, the window in its place, which layers are given."""
+    return torch.full((1, 1, 1, 1), local_size or 0) if _THREAD.examines else None
+
+
 @functools.cache
 def _register_attention() -> None:
     """Make `IMPLEMENTATION` known to transformers, whose modules take seconds to import: not before a model is there."""
     transformers.AttentionInterface.register(IMPLEMENTATION, _attention)
-    transformers.AttentionMaskInterface.register(IMPLEMENTATION, lambda *_, **__: None)
+    transformers.AttentionMaskInterface.register(IMPLEMENTATION, _mask)
 
 
 class _RowPieces(nn.Module):
@@ -178,8 +184,10 @@ class Decoder:
         every = list(plain)
         self._stand_in([_Entrance(layer, index, is_last=layer is every[-1]) for index, layer in enumerate(every)])
         token_ids_S = torch.arange(len(PROBED), device=self.device) % int(self.config.vocab_size)
+        _THREAD.examines = True
         with _refusing():
-            given = self._enter(token_ids_S, positions_S)
+            given = self._enter(positions_S, input_ids=token_ids_S[None])
+        _THREAD.examines = False
         self._calls = calls = [LayerCall(args, kwargs, len(PROBED)) for args, kwargs in given]
         order = _THREAD.order
         if order != sorted(set(order)):
@@ -189,7 +197,7 @@ class Decoder:
         self._hidden_size = self._parallel * calls[0].hidden.shape[-1]
         self._has_extra = calls[0].extra is not None
         state_1SM = self._state(given)
-        if not torch.equal(state_1SM, self._state(self._enter(token_ids_S, positions_S + 1))):
+        if not torch.equal(state_1SM, self._state(self._enter(positions_S + 1, input_ids=token_ids_S[None]))):
             raise UnblendableError("positions are in its embeddings, so that stored KV cannot be moved")
         tables: list[tuple[Hashable, CosSin]] = [
             (id(call.tables), call.form.read(call.tables, len(PROBED), self.device)) for call in calls
@@ -214,6 +222,12 @@ class Decoder:
             layer.sliding_window if layer.is_sliding else None
             for layer in (cache_layers[anatomy.cache_index] for anatomy in keeping)
         ]
+        for call, window in zip(calls, self.windows, strict=False):
+            if isinstance(call.mask, torch.Tensor) and (int(call.mask) or None) != window:
+                raise UnblendableError(
+                    f"its config has a sliding window of {window} tokens, and its attention one of {int(call.mask) or None}; "
+                    "correct sliding_window and layer_types in config.json"
+                )
         heads = tuple((anatomy.key_heads, anatomy.head_dim) for anatomy in keeping)
         self.geometry = KVGeometry(
             len(keeping),
@@ -229,12 +243,13 @@ class Decoder:
         owner, name = self._entrances
         owner._modules[name] = nn.ModuleList(entrances)
 
-    def _enter(self, token_ids_S: torch.Tensor, positions_S: torch.Tensor) -> list[GivenCall]:
+    def _enter(self, positions_S: torch.Tensor, **inputs: torch.Tensor) -> list[GivenCall]:
         """Arguments that the decoder gives to its layers for these tokens."""
         _THREAD.calls, _THREAD.order = [], []
         with suppress(_Entered):
-            self._entrance(input_ids=token_ids_S[None], position_ids=positions_S[None], use_cache=False)
-        return _THREAD.calls
+            self._entrance(**inputs, position_ids=positions_S[None], use_cache=False)
+        calls, _THREAD.calls = _THREAD.calls, []
+        return calls
 
     def _state(self, given: list[GivenCall]) -> torch.Tensor:
         """Rows' state (1, S, M) at layer 0."""
@@ -285,7 +300,7 @@ class Decoder:
         return transformers.DynamicCache(config=self._reference_config)
 
     def embed(self, token_ids_S: torch.Tensor) -> torch.Tensor:
-        return self._state(self._enter(token_ids_S, torch.arange(len(token_ids_S), device=self.device)))
+        return self._state(self._enter(torch.arange(len(token_ids_S), device=self.device), input_ids=token_ids_S[None]))
 
     def logits(self, hidden_1SM: torch.Tensor) -> torch.Tensor:
         return self._leave(self._exit, hidden_1SM[:, -1:])[0, -1].float()
@@ -297,7 +312,15 @@ class Decoder:
         return output
 
     def rotary(self, positions_N: torch.Tensor, hidden_1SM: torch.Tensor) -> dict[Hashable, CosSin]:
-        return self._rotary(self._enter(torch.zeros_like(positions_N), positions_N), len(positions_N))
+        if self._has_extra:
+            inputs = {"input_ids": torch.zeros_like(positions_N)[None]}
+        else:  # one row of zeros stands for all: no embedding is looked up
+            embedding: Any = self._entrance.get_input_embeddings()
+            size = int(embedding.weight.shape[-1])
+            inputs = {
+                "inputs_embeds": torch.zeros(1, 1, size, dtype=self.dtype, device=self.device).expand(1, len(positions_N), size)
+            }
+        return self._rotary(self._enter(positions_N, **inputs), len(positions_N))
 
     def _rotary(self, given: list[GivenCall], tokens: int) -> dict[Hashable, CosSin]:
         tables = {
@@ -351,7 +374,8 @@ class Decoder:
         together = list(runs([len(ids) for ids in sequences]))
         first = 0 if shared is None else shared.tokens
         positions_N = torch.cat([torch.arange(first, first + len(ids), device=self.device) for ids in sequences])
-        given = self._enter(torch.tensor([token for ids in sequences for token in ids], device=self.device), positions_N)
+        token_ids_N = torch.tensor([token for ids in sequences for token in ids], device=self.device)
+        given = self._enter(positions_N, input_ids=token_ids_N[None])
         hidden_1NM, rotary = self._state(given), self._rotary(given, len(positions_N))
         masks = {
             window: [(run, self._mask(window, run, hidden_1NM, shared)) for run in together] for window in set(self.windows)
@@ -372,7 +396,7 @@ class Decoder:
             return None
         rotary = self.rotary(torch.arange(len(prefix_ids), device=self.device), torch.empty(0))
         layers = [
-            (self.rotate(layer, k_1HPD, rotary[self.layer_types[layer]]), v_1HPD.clone())
+            self.anatomy[layer].unpack(self.rotate(layer, k_1HPD, rotary[self.layer_types[layer]]), v_1HPD.clone())
             for layer, (k_1HPD, v_1HPD) in enumerate(self.run_isolated([prefix_ids]))
         ]
         return SharedPrefix(len(prefix_ids), layers)
@@ -397,7 +421,7 @@ class Decoder:
     def decode(self, token_ids: Sequence[int], sequences: Sequence[SequenceKV]) -> torch.Tensor:
         """Append one token to each of R sequences; float32 logits (R, V) of the tokens after them."""
         positions_R = torch.tensor([sequence.tokens for sequence in sequences], device=self.device)
-        given = self._enter(torch.tensor(token_ids, device=self.device), positions_R)
+        given = self._enter(positions_R, input_ids=torch.tensor([list(token_ids)], device=self.device))
         hidden_1RM, rotary = self._state(given), self._rotary(given, len(sequences))
         for layer, (anatomy, kind) in enumerate(zip(self.anatomy, self.layer_types, strict=True)):
             kv, (cos, sin) = [sequence.layers[anatomy.source] for sequence in sequences], rotary[kind]
@@ -444,7 +468,10 @@ class Decoder:
         extra = self._extra(state_1SM, layer)
         args, kwargs = self._calls[layer].filled(self._hidden(state_1SM), positions_S, cos_sin, layer_pass, extra)
         _THREAD.layer_pass = layer_pass
-        return block(*args, **kwargs)
+        try:
+            return block(*args, **kwargs)
+        finally:
+            del _THREAD.layer_pass  # and with it the layer's KV
 
 
 @contextmanager
@@ -479,11 +506,11 @@ def max_positions_of(config: Any) -> int | None:
     """Positions up to which attention and rotary embedding do not depend on the prompt's length; None for any number."""
     limits = [getattr(config, "max_position_embeddings", None), getattr(config, "attention_chunk_size", None)]
     if getattr(config, "attn_temperature_tuning", False):
-        limits.append(getattr(config, "floor_scale", None))
+        limits.append(int(getattr(config, "floor_scale", 0)) - 1)
     for rope in rope_parameters(config):
         if rope.get("rope_type") in LENGTH_DEPENDENT_ROPES:
             limits.append(rope.get("original_max_position_embeddings"))
-    return min((int(limit) for limit in limits if limit), default=None)
+    return min((int(limit) for limit in limits if limit and limit > 0), default=None)
 
 
 class _OneHead(nn.Module):

@@ -184,6 +184,8 @@ class Fusion:
     def _run_without_kv(self, rotary: Mapping[Hashable, CosSin]) -> None:
         """Run the prompt's last position through the layers that keep no KV, each over an earlier layer's."""
         runner, row = self._runner, self._rows.last
+        if self._sink is not None:
+            return  # nobody asks for logits
         for layer, source in enumerate(runner.geometry.shared, start=runner.geometry.layers):
             cos_sin_N, last_1SM = rotary[runner.layer_types[layer]], self._hidden_1SM[:, -1:]
             self._hidden_1SM = runner.run_rows(layer, last_1SM, row, cos_sin_N, self._shared[source], scatter=False)

@@ -99,7 +99,8 @@ class Fusor:
         self._runner, self.fingerprint, self.max_positions = runner, fingerprint, runner.max_positions
         geometry = runner.geometry
         if exact_reason is None:
-            row_kernel(geometry.dtype, geometry.device, geometry.head_dim)  # compiled now, not at the first blend
+            for size in {geometry.heads(layer)[1] for layer in range(geometry.layers)}:
+                row_kernel(geometry.dtype, geometry.device, size)  # compiled now, not at the first blend
         self._sharing = threading.Lock()
         self._shared: tuple[tuple[int, ...], SharedPrefix | None] | None = None
 

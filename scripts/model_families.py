@@ -79,6 +79,10 @@ OWN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["attention"] * 4},
     "llama4_text": {"attention_chunk_size": 256},
     "mllama_text_model": {"num_hidden_layers": 4, "cross_attention_layers": [2]},
+    "phi4_multimodal": {
+        "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+        "audio_config": {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 1, "num_attention_heads": 2},
+    },
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
@@ -208,6 +212,11 @@ def verdict(family: str) -> Verdict:
     off = float((full.logits - fused[0].logits).abs().max())
     if not off <= 1e-4 * max(1.0, float(full.logits.abs().max())):
         return Verdict(family, f"its logits at ratio 1.0 are off by {off:.2g}", off)
+    after = Segment(ids[100:-1], fusor.precompute(ids[100:-1], ids[:100]))  # behind a prefix that is computed once
+    reused = fusor.fuse([Segment(ids[:100]), after, Segment(ids[-1:])], FusionConfig(recompute_ratio=0.0))
+    off = max(off, float((full.logits - reused.logits).abs().max()))
+    if not off <= 1e-4 * max(1.0, float(full.logits.abs().max())):
+        return Verdict(family, f"its logits over a chunk behind its own prefix are off by {off:.2g}", off)
     own = fusor.generate(full, NEW_TOKENS, do_sample=False, eos_token_id=None)
     kv, drawn = SequenceKV(fused[0], fusor.decoder.windows), [int(fused[0].logits.argmax())]
     while len(drawn) < NEW_TOKENS:

@@ -100,6 +100,7 @@ INDEXED |= {"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 
         ),
         ("mamba", {**TINY, "state_size": 4}, "mamba models do not go on from a state: its forward returns no cache"),
         ("gpt_neox_japanese", {**TINY, "intermediate_multiple_size": 2}, "its attention is its own code"),
+        ("llama", {**TINY, "sliding_window": 8}, "sliding window of 8 tokens.*config.json"),
         ("deepseek_v32", INDEXED, "an indexer chooses the keys"),
         ("t5", {"vocab_size": 64, "d_model": 32, "d_ff": 32, "d_kv": 8, "num_layers": 1, "num_heads": 2}, "encoder-decoder"),
     ],
@@ -114,6 +115,11 @@ def test_unsupported_models_say_what_is_missing(family: str, shape: dict[str, An
         )
 
 
+def furthest_from_prefill(fusor: Fusor, segments: list[Segment]) -> float:
+    fused = fusor.fuse(segments, FusionConfig(recompute_ratio=1.0))
+    return float((fused.logits - fusor.prefill(fused.token_ids).logits).abs().max())
+
+
 @pytest.mark.parametrize(
     ("family", "shape"),
     [
@@ -123,12 +129,19 @@ def test_unsupported_models_say_what_is_missing(family: str, shape: dict[str, An
 )
 def test_prompts_beyond_the_length_at_which_a_rotation_changes(family: str, shape: dict[str, Any]) -> None:
     """A rope that changes with the length blends up to where it does; a longer prompt is refused with the limit."""
-    fusor = Fusor(AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape)).eval())
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape)).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.mul_(8 if "proj" in name else 1)  # so that a wrong rotation shows
+    fusor = Fusor(model)
     ids = [1 + index % 60 for index in range(65)]
-    fused = fusor.fuse([Segment(ids[:30], fusor.precompute(ids[:30])), Segment(ids[30:64])], FusionConfig(recompute_ratio=1.0))
-    assert float((fused.logits - fusor.prefill(ids[:64]).logits).abs().max()) < 1e-4
+    assert furthest_from_prefill(fusor, [Segment(ids[:30], fusor.precompute(ids[:30])), Segment(ids[30:64])]) < 1e-4
     with pytest.raises(PromptTooLongError, match="64 positions"):
         fusor.fuse([Segment(ids)])
+    fusor.max_positions = 128  # without the limit, the prefix of a short prompt is wrong in a long one
+    steps, run = fusor.prefix_steps(ids[:40])
+    steps.run()
+    assert furthest_from_prefill(fusor, [Segment(ids[:40], run, exact=True), Segment(ids[40:64])]) < 1e-4
+    assert furthest_from_prefill(fusor, [Segment(ids[:40], run, exact=True), Segment(ids[40:])]) > 1e-3
 
 
 def test_an_unverified_family_is_checked_against_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:

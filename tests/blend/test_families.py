@@ -69,6 +69,21 @@ def test_a_wrapper_is_loaded_from_its_folder(tmp_path: Path) -> None:
     assert float((fused.logits - fusor.prefill(ids).logits).abs().max()) <= 1e-4
 
 
+@pytest.mark.parametrize("family", ["hunyuan_v1_dense", "deepseek_v3", "gpt_oss", "gemma4_text"])
+def test_half_precision(family: str) -> None:
+    """In bfloat16 ratio 1.0 stays within the model's own rounding, and the rotations found are those of float32."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
+    fusor, plain, ids = Fusor(tiny_model(family, torch.bfloat16)), fusor_of(family), draw_ids(60, 1)
+    full = fusor.prefill(ids).logits
+    rounding = float((full - plain.prefill(ids).logits).abs().max())
+    stored = Segment(ids[10:40], fusor.precompute(ids[10:40]))
+    fused = fusor.fuse([Segment(ids[:10]), stored, Segment(ids[40:])], FusionConfig(recompute_ratio=1.0)).logits
+    assert float((full - fused).abs().max()) <= 2 * rounding
+    kinds = [[own.rotation and own.rotation.scale_D is not None for own in each.decoder.anatomy] for each in (fusor, plain)]
+    assert kinds[0] == kinds[1]
+
+
 def rag_prompt(fusor: Fusor) -> list[Segment]:
     parts = [draw_ids(tokens, seed) for seed, tokens in enumerate((5, 30, 25, 9), start=1)]
     return [Segment(part, fusor.precompute(part) if 0 < index < 3 else None) for index, part in enumerate(parts)]
