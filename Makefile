@@ -72,12 +72,13 @@ bench: $(BIN)/.installed
 	$(BIN)/python scripts/bench_all.py --data $(DATA) $(BENCH_ARGS)
 
 clean:
-	rm -rf .venv .venv-lowest .venv-ray .venv-vllm .demo build dist *.egg-info
+	rm -rf .venv .venv-lowest .venv-ray .venv-vllm build dist *.egg-info
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
 $(BIN)/.installed: pyproject.toml scripts/install_torch.sh | $(BIN)/python
+	@echo "setting up .venv: PyTorch and some hundred packages, a few minutes"
 	scripts/install_torch.sh $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@

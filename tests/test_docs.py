@@ -9,8 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")})
+CODE = re.compile(r"`([^`\n]+)`")
 NAMED = re.compile(
-    r"`((?:base|blend|store|loader|retriever|service|integrations|eval|scripts|tests|deploy|examples|docs)/[\w./-]*)`"
+    r"(?<!\S)(?:base|blend|store|loader|retriever|service|integrations|eval|scripts|tests|deploy|examples|docs)/[\w./-]*"
 )
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -39,6 +40,6 @@ def test_links(page: Path) -> None:
     ids=lambda page: page.relative_to(ROOT).as_posix(),
 )
 def test_files_named(page: Path) -> None:
-    """Each file of the project that a page names in code is there."""
-    named = NAMED.findall(page.read_text())
+    """Each file of the project that a page names in code, alone or in a command, is there."""
+    named = [path for code in CODE.findall(page.read_text()) for path in NAMED.findall(code)]
     assert not [path for path in named if not (ROOT / path).exists()], page.name

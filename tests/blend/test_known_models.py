@@ -201,6 +201,12 @@ def test_a_folder_of_a_known_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert Fusor.from_pretrained("smollm2-135m").model.config.hidden_size == 32
 
 
+def test_every_known_model_has_a_row() -> None:
+    """The page of models names each."""
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    assert [name for name in KNOWN_MODELS if f"| `{name}` |" not in page] == []
+
+
 @pytest.mark.real_model
 @pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m", "qwen2.5-coder-0.5b"])
 def test_the_real_models_blend(name: str, real_model: Callable[[str], Path]) -> None:

@@ -88,7 +88,7 @@ def test_real_data(name: str) -> None:
     try:
         examples = list(read_examples(find_file(name, str(DATA))))
     except InputError as error:
-        pytest.skip(f"{error}")
+        pytest.skip(f"{error} ({DATA}{'' if 'CACHEBLEND_DATA' in os.environ else ', as CACHEBLEND_DATA is unset'})")
     assert len({example.id for example in examples}) == len(examples)
     assert DATA_SETS[name].cases / 2 <= len(examples) <= DATA_SETS[name].cases
 
