@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,7 +24,8 @@ def page_note(store_dir: Path | None) -> str:
     """Tell how to open the page over a demo's store, or how to keep the store for it."""
     if store_dir is None:
         return "The store was removed; with --store-dir DIR it stays, and the page can be opened over it."
-    command = f"cacheblend serve --store-dir {shlex.quote(str(store_dir))}"
+    program = "cacheblend" if shutil.which("cacheblend") else shlex.quote(str(Path(sys.executable).with_name("cacheblend")))
+    command = f"{program} serve --store-dir {shlex.quote(str(store_dir))}"
     return f"Open the page: {command}, then http://127.0.0.1:8000/ in a browser"
 
 

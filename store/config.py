@@ -10,7 +10,7 @@ from pathlib import Path
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import GIB, MIB, check_whole, is_number, option
 
-from .remote import RemoteAddress
+from .remote import SCHEMES, RemoteAddress
 from .tiers import CACHE_TIERS, RAM
 
 REMOTE_PANEL = "Remote tier"  # the options' heading
@@ -45,8 +45,8 @@ class StoreConfig:
     direct_reads: bool = option(False, "Read KV past the page cache, for a store larger than RAM.")
     remote: str | None = option(
         None,
-        "URL of a tier that machines share: redis://, rediss:// (TLS), unix://, s3://bucket/prefix, gs://, "
-        "az://, file:///folder. Others of the machine see a flag with a password in it, and no variable.",
+        f"URL of a tier that machines share, of {SCHEMES}: rediss://host:6379 (TLS), s3://bucket/prefix, "
+        "file:///folder. Others of the machine see a flag with a password in it, and no variable.",
         panel=REMOTE_PANEL,
         secret=True,
     )

@@ -14,7 +14,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -144,11 +144,12 @@ class _RedisBackend:
         self._writes.close()
 
 
-# Scheme of a URL: its backend, and the extra that brings the backend's library.
-BACKENDS: dict[str, tuple[Callable[[str, float, int | None, int], Backend], str]] = {
+# Scheme of a URL: its backend, and the extra that brings the backend's library, or None.
+BACKENDS: dict[str, tuple[Callable[[str, float, int | None, int], Backend], str | None]] = {
     **dict.fromkeys(("redis", "rediss", "unix"), (_RedisBackend, "redis")),
     **dict.fromkeys(("s3", "gs", "az", "file"), (_ObjectBackend, "objects")),
 }
+SCHEMES = ", ".join(f"{scheme}://" for scheme in BACKENDS)
 
 
 class RemoteAddress:
@@ -163,9 +164,8 @@ class RemoteAddress:
         if not url.startswith("file:///"):  # which has no password, and a folder may have any name
             check_user_info("remote", url)
         parts = urlsplit(url)
-        schemes = ", ".join(f"{scheme}://" for scheme in BACKENDS)
         if parts.scheme not in BACKENDS or not (parts.netloc or parts.path.strip("/")):
-            raise ConfigError("remote", "what is given (not shown)", f"a URL that begins with one of {schemes}")
+            raise ConfigError("remote", "what is given (not shown)", f"a URL that begins with one of {SCHEMES}")
         if parts.scheme == "file" and (parts.netloc or "?" in url or "#" in url):  # it would name another folder
             allowed = "file:///folder; percent-encode % (%25), ? (%3F) and # (%23) in its name"
             raise ConfigError("remote", "what is given (not shown)", allowed)
@@ -180,7 +180,7 @@ class RemoteAddress:
         """
         make, extra = BACKENDS[self.scheme]
         try:
-            with needs_extra(extra):
+            with needs_extra(extra) if extra else nullcontext():
                 return make(self.url, timeout_s, ttl_s, limit_bytes)
         except MissingExtraError:
             raise

@@ -123,6 +123,8 @@ class SelectionStep:
 class Selector(Protocol):
     """Picks the reusable tokens that a layer recomputes, among those of the previous layer.
 
+    Those of this package, and subclasses of `SingleShotSelector`, keep the recompute ratio that made them as `ratio`.
+
     Three attributes are optional. If `reads_attention` is true, the question runs over the stored KV first and fills
     `SelectionStep.attention_C`. If `refreshes_dropped` is true, K and V of the candidates that a layer drops are projected
     there a last time. `schedule` is a `Schedule`, whose counts the loading controller predicts with. A selector need not
@@ -139,12 +141,12 @@ class SingleShotSelector(ABC):
     schedule: ClassVar[Schedule] = Schedule(0.0, first_layer_multiple=1)
 
     def __init__(self, ratio: float) -> None:
-        self._ratio = ratio
+        self.ratio = ratio
 
     def select(self, step: SelectionStep) -> torch.Tensor:
         """Choose the candidates of highest score at layer 0, and all of them later."""
         if step.layer == 0:
-            return step.top(self.score(step), round(self._ratio * step.reusable))
+            return step.top(self.score(step), round(self.ratio * step.reusable))
         if step.layer == 1 and len(step.candidates_C) < step.reusable:
             step.deviation_C()
         return step.all()

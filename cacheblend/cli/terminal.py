@@ -83,8 +83,9 @@ def counted(number: int, noun: str) -> str:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table on stdout."""
+    """A table on stdout, whose first column, the names, gives way last and is never cut."""
     table = Table(*columns)
+    table.columns[0].no_wrap, table.columns[0].overflow = True, "fold"
     for row in rows:
         table.add_row(*map(str, row))
     stdout.print(table)

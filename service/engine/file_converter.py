@@ -46,6 +46,7 @@ MAX_MEMORY_BYTES = 2**30  # of address space, of which the libraries take 0.3 Gi
 TIMEOUT_S = 120.0  # a file, with the start of the process
 CHECK_EVERY_S = 0.1  # while a file is converted
 READ_BYTES = 2**20  # of an answer at once
+TOO_MUCH_MEMORY = "needs more memory than a file may have"
 CONVERTING = threading.Lock()  # one conversion at a time in all, since each may take the memory of one
 
 
@@ -139,7 +140,8 @@ class FileConverter:
         self.close()
         if is_late:
             return {"error": f"not read within {self._timeout_s:g} s; split it, or save it as text"}
-        return {"error": "its reader ended, which a damaged or a very large file does; save it anew, or as text"}
+        # A system short of memory kills the reader before its own limit is reached, and does not say so.
+        return {"error": f"its reader ended: it is damaged, or {TOO_MUCH_MEMORY}; split it, or save it anew or as text"}
 
     def close(self) -> None:
         """End the process."""
@@ -247,7 +249,7 @@ def _answer(path: Path) -> dict[str, Any]:
     except ModuleNotFoundError as error:
         return {"missing": error.name or "markitdown"}
     except MemoryError:
-        return {"error": "needs more memory than a file may have; split it"}
+        raise
     except _RefusedError as error:
         return {"error": str(error)}
     except Exception as error:  # any parser's, of any file
@@ -282,8 +284,13 @@ def main() -> None:
         with suppress(ModuleNotFoundError):
             importlib.import_module(name)
     _confine()
+    refused = json.dumps({"error": f"{TOO_MUCH_MEMORY}; split it"})
     for line in sys.stdin:
-        answers.write(json.dumps(_answer(Path(json.loads(line)))) + "\n")
+        try:
+            answer = json.dumps(_answer(Path(json.loads(line))))
+        except MemoryError:  # also of what makes the answer of the parts
+            answer = refused
+        answers.write(answer + "\n")
         answers.flush()
 
 
