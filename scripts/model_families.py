@@ -77,6 +77,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3n_text": PER_LAYER | {"laurel_rank": 8, "intermediate_size": [96] * 6, "activation_sparsity_pattern": [0.0] * 6},
     "gemma4_text": PER_LAYER | {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
     "granitemoehybrid": {"layer_types": ["attention"] * 4},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "llama4_text": {"attention_chunk_size": 256},
     "mllama_text_model": {"num_hidden_layers": 4, "cross_attention_layers": [2]},
     "phi4_multimodal": {
@@ -143,7 +144,8 @@ def tiny_config(family: str, **changes: Any) -> Any:  # a config of transformers
     sizes = {name: value for name, value in SIZES.items() if _value(config, name) is not None}
     if hasattr(type(config), "head_dim") and not isinstance(getattr(type(config), "head_dim", None), property):
         sizes["head_dim"] = SIZES["head_dim"]
-    if "layer_types" not in own and isinstance(_value(config, "layer_types"), list):
+    has_own_kinds = hasattr(type(config), "layers_block_type")
+    if "layer_types" not in own and isinstance(_value(config, "layer_types"), list) and not has_own_kinds:
         sizes["layer_types"] = config.layer_types[: SIZES["num_hidden_layers"]]
     config = type(config)(**sizes | own | changes)
     if family == "dbrx":
@@ -163,6 +165,8 @@ def tiny_wrapper_config(family: str) -> Any:  # a config of transformers, of any
 
 
 def _value(config: Any, name: str) -> Any:
+    if isinstance(getattr(type(config), name, None), property):
+        return None  # it follows from other fields
     try:
         return getattr(config, name, None)
     except Exception:  # of a field that may differ between layers, an error of its own kind
