@@ -88,7 +88,7 @@ def load_model(
     try:
         dtype = _resolve_dtype(dtype, name, device, kwargs)
         options = {**kwargs, **NO_CODE, "output_loading_info": True}
-        model, loaded = _class_for(name, kwargs).from_pretrained(name, dtype=dtype, **options)
+        model, loaded = class_for(name, kwargs).from_pretrained(name, dtype=dtype, **options)
         if drops_softcap(model):
             model.set_attn_implementation("eager")
     except (ValueError, StrictDataclassError) as error:
@@ -161,7 +161,7 @@ def kv_geometry(path_or_hub_id: str, device: torch.device, dtype: DTypeOption) -
     return KVGeometry(layers, *heads[0], dtype, device, heads_of_layers=heads if len(set(heads)) > 1 else ())
 
 
-def _class_for(name: str, kwargs: dict[str, Any]) -> Any:
+def class_for(name: str, kwargs: dict[str, Any]) -> Any:
     """The class of transformers for a model: of causal LMs, or where there is none, of models that see images."""
     config = kwargs.get("config") or transformers.AutoConfig.from_pretrained(name, **_options(kwargs), **NO_CODE)
     from transformers.models.auto import modeling_auto

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from cacheblend.base.errors import ConfigError, UnsupportedModelError
 from cacheblend.base.options import from_options, options_of
 from cacheblend.blend import KVGeometry
 from cacheblend.blend.families import fingerprint_directory
-from cacheblend.blend.loading import NO_CODE, load_tokenizer
+from cacheblend.blend.loading import NO_CODE, class_for, load_tokenizer
 from cacheblend.loader import LoaderConfig
 from cacheblend.service.engine.chunk_context import ChunkNaming, read_context
 from cacheblend.service.engine.config import EngineConfig
@@ -103,7 +103,7 @@ class ConnectorConfig:
         folder = Path(model.model if is_local else snapshot_download(model.model, local_files_only=True))
         try:
             with torch.device("meta"):
-                named: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, **NO_CODE), dtype=model.dtype)
+                named: Any = class_for(str(folder), {}).from_config(AutoConfig.from_pretrained(folder, **NO_CODE), dtype=model.dtype)
         except ValueError as error:
             raise UnsupportedModelError(f"transformers knows no causal LM for {model.model!r}: {error}") from error
         fingerprint = fingerprint_directory(folder, named, model.dtype)

@@ -182,12 +182,14 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
             UnsupportedModelError: it is not, or the model's layers cannot be run on chosen rows.
         """
         settings, device = self._vllm_config.model_config, torch.device(self._vllm_config.device_config.device)
-        runner, naming = VllmRunner(worker.model_runner.get_model(), settings, device), self._config.naming(settings)
+        naming = self._config.naming(settings)
+        with set_forward_context(None, self._vllm_config):
+            runner = VllmRunner(worker.model_runner.get_model(), settings, device)
         store = KVStore(self._config.store_config(runner.ranks))
         try:
-            pages = Pages(self._attentions, self._block_size, device)
+            pages = Pages(runner, self._block_size)
             fusor = Fusor.from_runner(runner, naming.model)
-            runner.cpu_attention = CpuAttention.of(worker, list(self._attentions))
+            runner.cpu_attention = CpuAttention.of(worker, runner.attentions)
             with set_forward_context(None, self._vllm_config):
                 check_against_engine(worker, fusor, pages)
             controller = find_controller(self._config.engine, fusor)
@@ -197,11 +199,6 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
         except BaseException:
             store.close()
             raise
-
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        modules = self._vllm_config.compilation_config.static_forward_context
-        in_order = sorted(kv_caches, key=lambda name: [int(part) for part in name.split(".") if part.isdigit()])
-        self._attentions = [modules[name] for name in in_order]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Blend as much as vLLM's own prefill would run in the remaining budget of the step."""
@@ -264,8 +261,8 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
 def check_against_engine(worker: Any, fusor: Fusor, pages: Pages) -> None:
     """Compare the next token's likeliest log probabilities after a prompt of random tokens.
 
-    The engine prefills it by itself; then each prompt is blended into pages at ratio 1.0 and, with a first half that is
-    contextually exact, at ratio 0, where rotated stored keys are read; and the engine runs the last token over those.
+    The engine prefills all but its last token by itself; then those are blended into the pages at ratio 1.0 and, with a first
+    half that is contextually exact, at ratio 0, where rotated stored keys are read. The engine runs the last token over each.
     `worker` is vLLM's, with model and pages, before the first request.
 
     Raises:
@@ -280,7 +277,8 @@ def check_against_engine(worker: Any, fusor: Fusor, pages: Pages) -> None:
     name = type(runner.get_model()).__name__
     try:
         with _without_graphs(runner.cudagraph_dispatcher):
-            exact = _run(worker, ids, 0, block_ids)
+            _run(worker, ids[:-1], 0, block_ids)
+            exact = _run(worker, ids, tokens - 1, block_ids)
             half = tokens // 2
             prefix, chunk, suffix = ids[:8], ids[8:half], ids[half:]
             stored = Segment(chunk, fusor.precompute(chunk, prefix))  # after the very tokens that stand before it
@@ -358,7 +356,6 @@ def _trouble(vllm_config: Any, kv_cache_config: Any) -> str:
         "LoRA": vllm_config.lora_config is not None,
         "speculative decoding": vllm_config.speculative_config is not None,
         "encoder-decoder models": model.is_encoder_decoder,
-        "multi-head latent attention": model.use_mla,
         "pooling models": model.runner_type != "generate",
         "several KV cache groups; run with --disable-hybrid-kv-cache-manager": len(kv_cache_config.kv_cache_groups) > 1,
     }

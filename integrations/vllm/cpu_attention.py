@@ -40,7 +40,7 @@ class CpuAttention:
 
     def __init__(self, attentions: list[Any], builders: Mapping[str, Any]) -> None:
         self._attentions, self._builders = attentions, builders
-        self._pages = torch.empty(0)
+        self._pages: dict[tuple[int, ...], torch.Tensor] = {}  # by a layer's shape
         self._rows: Rows | None = None
         self._metadata: dict[int, Any] = {}
         self.is_faster = False  # than `attend` with scattered rows, here
@@ -64,18 +64,18 @@ class CpuAttention:
         """Attention output (1, S, Q, D) of the rows, whose own keys and values are among the layer's."""
         attention, positions = self._attentions[layer], int(rows.positions_S[-1]) + 1
         own = attention.kv_cache
-        pages = -(-positions // own.shape[2])
-        if len(self._pages) < pages:  # like the layer's own: (pages, H, positions, 2 D)
-            self._pages = torch.zeros((pages, *own.shape[1:]), dtype=own.dtype)
-        cache = self._pages
+        pages, shape = -(-positions // own.shape[2]), tuple(own.shape[1:])
+        if shape not in self._pages or len(self._pages[shape]) < pages:  # like the layer's own: (pages, H, positions, 2 D)
+            self._pages[shape] = torch.zeros((pages, *shape), dtype=own.dtype)
+        cache = self._pages[shape]
         k_THD, v_THD = (x_1HND[0, :, :positions].transpose(0, 1) for x_1HND in (k_1HND, v_1HND))
         attention.impl.do_kv_cache_update(attention, k_THD, v_THD, cache, torch.arange(positions))
         q_SQD = q_1QSD[0].transpose(0, 1).contiguous()
         out_SQD = torch.empty_like(q_SQD)
-        attention.impl.forward(attention, q_SQD, q_SQD, q_SQD, cache, self._batch(attention.layer_name, rows), out_SQD)
+        attention.impl.forward(attention, q_SQD, q_SQD, q_SQD, cache, self._batch(attention.layer_name, rows, len(cache)), out_SQD)
         return out_SQD[None]
 
-    def _batch(self, layer_name: str, rows: Rows) -> Any:
+    def _batch(self, layer_name: str, rows: Rows, pages: int) -> Any:
         """The metadata of the rows as a batch; made once for the layers that run the same rows."""
         if rows is not self._rows:
             self._rows, self._metadata = rows, {}
@@ -85,7 +85,6 @@ class CpuAttention:
             gaps = (positions_S.diff() > 1).nonzero()[:, 0] + 1
             bounds = torch.cat([torch.tensor([0]), gaps, torch.tensor([len(positions_S)])])
             ends_R = (positions_S[bounds[1:] - 1] + 1).int()
-            pages = torch.arange(len(self._pages), dtype=torch.int32)
             common = CommonAttentionMetadata(
                 query_start_loc=bounds.int(),
                 query_start_loc_cpu=bounds.int(),
@@ -94,7 +93,7 @@ class CpuAttention:
                 num_actual_tokens=len(positions_S),
                 max_query_len=int(bounds.diff().max()),
                 max_seq_len=int(ends_R[-1]),
-                block_table_tensor=pages.expand(len(ends_R), -1).contiguous(),
+                block_table_tensor=torch.arange(pages, dtype=torch.int32).expand(len(ends_R), -1).contiguous(),
                 slot_mapping=positions_S,
             )
             self._metadata[id(builder)] = builder.build(0, common)
@@ -116,7 +115,7 @@ class CpuAttention:
         window = None if own.sliding_window == -1 else int(own.sliding_window)
 
         softcap, drawn = own.logits_soft_cap or None, (q_1QSD, k_1HND, v_1HND, rows)
-        by_attend = partial(attend, *drawn, scaling=own.scale, window=window, softcap=softcap)
+        by_attend = partial(attend, *drawn, scaling=own.scale, window=window, softcap=softcap, sinks_Q=own.sinks)
         by_kernel = partial(self.attend, 0, *drawn)
         off = float((by_attend() - by_kernel()).abs().max())
         attend_s, kernel_s = (statistics.median(repeat(way, number=1, repeat=TRIAL_REPEATS)) for way in (by_attend, by_kernel))

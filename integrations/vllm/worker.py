@@ -45,20 +45,19 @@ Report = dict[str, Any]
 
 
 class Pages:
-    """vLLM's paged KV cache, written by the function of each layer's attention, which knows its layout and scales."""
+    """vLLM's paged KV cache, written by `VllmRunner.write_pages`, which knows each layer's layout and scales."""
 
-    def __init__(self, attentions: Sequence[Any], block_size: int, device: torch.device) -> None:
-        self._attentions, self._block_size, self._device = attentions, block_size, device
+    def __init__(self, runner: VllmRunner, block_size: int) -> None:
+        self._runner, self._block_size = runner, block_size
 
     def write(self, layer: int, k_THD: torch.Tensor, v_THD: torch.Tensor, block_ids: Sequence[int], start: int) -> None:
         """Write rotated keys and values to the positions from `start` on of the request that has these blocks."""
         positions_T = torch.arange(start, start + len(k_THD))
         blocks_T = torch.tensor(block_ids)[positions_T // self._block_size]
-        slots_T = (blocks_T * self._block_size + positions_T % self._block_size).to(self._device)
-        attention = self._attentions[layer]
-        if self._device.type != "cpu":  # where backends read heads that stand side by side
+        slots_T = (blocks_T * self._block_size + positions_T % self._block_size).to(k_THD.device)
+        if k_THD.device.type != "cpu":  # where backends read heads that stand side by side
             k_THD, v_THD = k_THD.contiguous(), v_THD.contiguous()
-        attention.impl.do_kv_cache_update(attention, k_THD, v_THD, attention.kv_cache, slots_T)
+        self._runner.write_pages(layer, k_THD, v_THD, slots_T)
 
 
 @dataclass(slots=True)
