@@ -103,11 +103,13 @@ class ConnectorConfig:
         folder = Path(model.model if is_local else snapshot_download(model.model, local_files_only=True))
         try:
             with torch.device("meta"):
-                named: Any = class_for(str(folder), {}).from_config(AutoConfig.from_pretrained(folder, **NO_CODE), dtype=model.dtype)
+                named: Any = class_for(str(folder), {}).from_config(
+                    AutoConfig.from_pretrained(folder, **NO_CODE), dtype=model.dtype
+                )
         except ValueError as error:
             raise UnsupportedModelError(f"transformers knows no causal LM for {model.model!r}: {error}") from error
         fingerprint = fingerprint_directory(folder, named, model.dtype)
-        if model.quantization is not None:
+        if model.quantization is not None or model.use_mla:  # position keys have another order than in transformers
             fingerprint = hashlib.sha256(f"{fingerprint}:vllm:{model.quantization}".encode()).hexdigest()
         engine, prefix = self.engine, tuple(PromptRenderer(tokenizer, self.engine.instruction).prefix)
         positions = getattr(named.config.get_text_config(decoder=True), "max_position_embeddings", None)

@@ -7,6 +7,7 @@ start-up each worker checks that a blend is the engine's own cold prefill, where
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -185,6 +186,8 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
         naming = self._config.naming(settings)
         with set_forward_context(None, self._vllm_config):
             runner = VllmRunner(worker.model_runner.get_model(), settings, device)
+        if runner.has_sinks:  # without the hybrid manager vLLM 0.32's CPU kernel counts sinks once for each part of split KV
+            os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
         store = KVStore(self._config.store_config(runner.ranks))
         try:
             pages = Pages(runner, self._block_size)

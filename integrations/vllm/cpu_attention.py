@@ -72,7 +72,9 @@ class CpuAttention:
         attention.impl.do_kv_cache_update(attention, k_THD, v_THD, cache, torch.arange(positions))
         q_SQD = q_1QSD[0].transpose(0, 1).contiguous()
         out_SQD = torch.empty_like(q_SQD)
-        attention.impl.forward(attention, q_SQD, q_SQD, q_SQD, cache, self._batch(attention.layer_name, rows, len(cache)), out_SQD)
+        attention.impl.forward(
+            attention, q_SQD, q_SQD, q_SQD, cache, self._batch(attention.layer_name, rows, len(cache)), out_SQD
+        )
         return out_SQD[None]
 
     def _batch(self, layer_name: str, rows: Rows, pages: int) -> Any:

@@ -29,7 +29,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.blend import KVGeometry, LayerKV
-from cacheblend.blend.anatomy import PROBED, Attended, Probe, Projection
+from cacheblend.blend.anatomy import PROBED, Attended, Probe, Projection, UnblendableError
 from cacheblend.blend.attention import Rows
 from cacheblend.blend.cpu_modules import with_fused_norms
 from cacheblend.blend.decoder import ROWS_AT_ONCE, with_modules
@@ -56,7 +56,7 @@ class _Attention(nn.Module):
 
     @property
     def own(self) -> Any:
-        """vLLM's attention of the layer."""
+        """The layer's attention in vLLM."""
         return self._own[0]
 
     @contextmanager
@@ -68,7 +68,8 @@ class _Attention(nn.Module):
         finally:
             self.layer_pass = None
 
-    def forward(self, q_SX: torch.Tensor, k_SX: torch.Tensor | None, v_SX: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def forward(self, *qkv: Any, **_: Any) -> torch.Tensor:
+        q_SX, k_SX, v_SX = qkv[:3]
         if k_SX is None:  # the layer reads an earlier one's
             k, v = self.layer_pass[self.layer]
         else:
@@ -79,10 +80,11 @@ class _Attention(nn.Module):
     def _heads(self, x_SX: torch.Tensor) -> torch.Tensor:
         return x_SX.view(len(x_SX), -1, self.head_dim).transpose(0, 1)[None]
 
-    def pack(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor) -> LayerPair:
-        return k_1HSD, v_1HSD
+    def pack(self, one_1HSD: torch.Tensor, other_1HSD: torch.Tensor) -> LayerPair:
+        return one_1HSD, other_1HSD
 
-    unpack = pack
+    def unpack(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor) -> LayerPair:
+        return k_1HSD, v_1HSD
 
     def write(self, k_THD: torch.Tensor, v_THD: torch.Tensor, slots_T: torch.Tensor) -> None:
         """Write rotated keys and values to the layer's pages."""
@@ -90,13 +92,14 @@ class _Attention(nn.Module):
 
 
 class _LatentAttention(_Attention):
-    """Stands where `MLAAttention` was; stored are position key and latent in two halves, which are expanded a layer at a time."""
+    """Stands where `MLAAttention` was. Position key and latent are stored, in two halves, and expanded a layer at a time."""
 
     def __init__(self, own: Any, layer: int) -> None:
         self._sizes = int(own.qk_rope_head_dim), int(own.kv_lora_rank)
         super().__init__(own, layer, (1, sum(self._sizes) // 2))
 
-    def forward(self, q_SQD: Any, latent_SR: torch.Tensor, key_S1P: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def forward(self, *qkv: Any, **_: Any) -> torch.Tensor:
+        q_SQD, latent_SR, key_S1P = qkv[:3]
         key, latent = self.layer_pass.update(key_S1P.transpose(0, 1)[None], latent_SR[None, None], self.layer)
         sizes = self.own.qk_nope_head_dim, self.own.v_head_dim
         both_NQX = self.own.kv_b_proj(latent[0, 0])[0].view(latent.shape[2], -1, sum(sizes))
@@ -105,9 +108,9 @@ class _LatentAttention(_Attention):
         out: torch.Tensor = self.layer_pass.attend(self, q_SQD.transpose(0, 1)[None], k, v, None, **self.scores)
         return out[0].flatten(1)
 
-    def pack(self, key_11SP: torch.Tensor, latent_11SR: torch.Tensor) -> LayerPair:
-        one, other = torch.cat([key_11SP, latent_11SR], dim=-1).chunk(2, dim=-1)
-        return one, other
+    def pack(self, one_11SP: torch.Tensor, other_11SR: torch.Tensor) -> LayerPair:
+        k_11SD, v_11SD = torch.cat([one_11SP, other_11SR], dim=-1).chunk(2, dim=-1)
+        return k_11SD, v_11SD
 
     def unpack(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor) -> LayerPair:
         key, latent = torch.cat([k_1HSD, v_1HSD], dim=-1).split(self._sizes, dim=-1)
@@ -119,6 +122,7 @@ class _LatentAttention(_Attention):
         own.impl.do_kv_cache_update(latent_T1R[:, 0], key_T1P, own.kv_cache, slots_T, own.kv_cache_dtype, own._k_scale)
 
 
+NATIVE_ROTARY = """--compilation-config '{"custom_ops": ["all", "-rotary_embedding"]}'"""
 STANDS = {"Attention": _Attention, "MLAAttention": _LatentAttention}  # others, as chunked attention, see something else
 
 
@@ -149,15 +153,17 @@ class VllmRunner:
         self._refusal = f"{type(model).__name__} cannot be blended in vLLM: "
         self.ranks, self.rank = int(get_tensor_model_parallel_world_size()), int(get_tensor_model_parallel_rank())
         layers = list(getattr(self._base, "layers", []))
-        parts = [_parts(layer, self._hf_config) for layer in layers]
-        for index, part in enumerate(parts):
-            if isinstance(part, str):
-                raise UnsupportedModelError(f"{self._refusal}layer {index} {part}")
+        parts = list[tuple[Any, Any]]()
+        for index, layer in enumerate(layers):
+            try:
+                parts.append(_parts(layer, self._hf_config))
+            except UnblendableError as error:
+                raise UnsupportedModelError(f"{self._refusal}layer {index} {error}") from None
         if not layers:
             raise UnsupportedModelError(f"{self._refusal}it has no model.layers")
         self.attentions: list[Any] = [own for own, _ in parts]
         self._stubs = [STANDS[type(own).__name__](own, index) for index, own in enumerate(self.attentions)]
-        self._ropes = {id(rope): rope for _, rope in parts}
+        self._ropes: dict[Hashable, Any] = {id(rope): rope for _, rope in parts}
         self.layer_types: list[Hashable] = [id(rope) for _, rope in parts]
         self._layers, self._unrotated = [], []
         for layer, stub, (own, rope) in zip(layers, self._stubs, parts, strict=True):
@@ -165,6 +171,7 @@ class VllmRunner:
             self._unrotated.append(_with(layer, {own: stub, rope: _NoRotary()}))
         # For chosen rows; neighbours have the very bits of vLLM's own norms.
         self._fused_layers = [with_fused_norms(layer, residuals=True) for layer in self._layers]
+        self.has_sinks = any(stub.scores["s_aux"] is not None for stub in self._stubs)
         self.geometry = self._find_geometry(device)
         self.windows: list[int | None] = [_window(own, self._hf_config) for own in self.attentions[: self.geometry.layers]]
         self.vocab_size = int(self._hf_config.vocab_size)
@@ -196,13 +203,18 @@ class VllmRunner:
         positions_S = torch.tensor(PROBED, device=self.geometry.device)
         hidden_2SM = self.embed(torch.arange(len(PROBED), device=self.geometry.device) % self.vocab_size)
         probes: list[Any] = []
-        for block, moved in ((self._unrotated, 0), (self._unrotated, 5), (self._layers, 0)):
+        for blocks, by in ((self._unrotated, 0), (self._unrotated, 5), (self._layers, 0)):
             probes.append(Probe({}))
             with suppress(Attended):
-                self._run(block[layer], layer, hidden_2SM, positions_S + moved, probes[-1])
+                self._run(blocks[layer], layer, hidden_2SM, positions_S + by, probes[-1])
         plain, moved, turned = [(*(x.clone() for x in probe.cached), probe.query) for probe in probes]
         is_fixed = all(map(torch.equal, plain[:2], moved[:2])) and torch.equal(plain[1], turned[1])
         if is_fixed and torch.equal(plain[0], turned[0]):
+            if isinstance(self._stubs[layer], _LatentAttention) and self._ropes[self.layer_types[layer]] is not None:
+                # vLLM 0.32's compiled function turns a copy of what is not contiguous, and drops it.
+                raise UnsupportedModelError(
+                    f"{self._refusal}vLLM's rotary embedding turns no keys here; run it with {NATIVE_ROTARY}"
+                )
             return None
         cos_sin = self.rotary(positions_S, hidden_2SM)[self.layer_types[layer]]
         starts = [self._find_start(layer, plain[one], turned[one], cos_sin) for one in (0, 2)]
@@ -342,9 +354,10 @@ class VllmRunner:
         for layer, window in enumerate(self.windows[:-1]):
             masks = [(run, self._mask(run, first, window)) for run in together]
             prefix = None if shared is None else shared.layers[layer]
-            turns = (partial(turn, layer, cos_sin=rotary[self.layer_types[layer]]) for turn in (self.rotate, self._rotate_queries))
+            cos_sin = rotary[self.layer_types[layer]]
+            turns = [partial(turn, layer, cos_sin=cos_sin) for turn in (self.rotate, self._rotate_queries)]
             attention = _isolated_attention if kernel is None else partial(_by_kernel, kernel, layer, rows)
-            layer_pass = IsolatedPass(*turns, attention, masks, prefix, self._stubs[layer])
+            layer_pass = IsolatedPass(turns[0], turns[1], attention, masks, prefix, self._stubs[layer])
             hidden_2NM = self._run(self._unrotated[layer], layer, hidden_2NM, positions_N, layer_pass)
             yield _apart(layer_pass.k_1HND), _apart(layer_pass.v_1HND)
         k_1HND, v_1HND = self.project_kv(len(self.windows) - 1, hidden_2NM)
@@ -395,26 +408,32 @@ def _with(module: Any, stands: Mapping[Any, nn.Module]) -> Any:
     return with_modules(module, **changed) if changed else module
 
 
-def _parts(layer: Any, hf_config: Any) -> tuple[Any, Any] | str:
-    """A layer's attention and rotary embedding, None for none; or what of it is not supported here."""
+def _parts(layer: Any, hf_config: Any) -> tuple[Any, Any]:
+    """A layer's attention and rotary embedding, None for none.
+
+    Raises:
+        UnblendableError: they are not supported here; the message completes "layer 3 ...".
+    """
     states = [module for module in layer.modules() if isinstance(module, AttentionLayerBase)]
     kinds = [type(state).__name__ for state in states]
     if len(states) != 1 or kinds[0] not in STANDS:
-        return f"({type(layer).__name__}) keeps the state of {', '.join(kinds) or 'no attention'}, not of one {' or '.join(STANDS)}"
+        found = ", ".join(kinds) or "nothing"
+        raise UnblendableError(f"({type(layer).__name__}) has the state of {found}, and not of one {' or '.join(STANDS)}")
     (own,) = states
     ropes = [module for module in layer.modules() if hasattr(module, "cos_sin_cache")]
-    if not hasattr(getattr(own, "impl", None), "do_kv_cache_update"):
-        return f"has an attention ({type(getattr(own, 'impl', None)).__name__}) that writes no KV by itself"
-    if len(ropes) > 1:
-        return "has several rotary embeddings"
-    if getattr(own.impl, "alibi_slopes", None) is not None:
-        return "has ALiBi slopes"
-    if getattr(own, "head_size_v", own.head_size) != own.head_size:
-        return "has values of another size than its keys"
-    if getattr(own, "attn_type", "decoder") != "decoder":  # a str, and an enumeration too
-        return f"has attention of type {own.attn_type}"
-    if type(own).__name__ == "MLAAttention" and getattr(hf_config, "llama_4_scaling", None) is not None:
-        return "scales queries by their positions"
+    impl = getattr(own, "impl", None)
+    scales_queries = kinds[0] == "MLAAttention" and getattr(hf_config, "llama_4_scaling", None) is not None
+    refused = {
+        f"has an attention ({type(impl).__name__}) that writes no KV by itself": not hasattr(impl, "do_kv_cache_update"),
+        "has several rotary embeddings": len(ropes) > 1,
+        "has ALiBi slopes": getattr(impl, "alibi_slopes", None) is not None,
+        "has values of another size than its keys": getattr(own, "head_size_v", own.head_size) != own.head_size,
+        "has attention of another type than decoders": getattr(own, "attn_type", "decoder") != "decoder",
+        "scales queries by their positions": scales_queries,
+    }
+    for reason, is_so in refused.items():
+        if is_so:
+            raise UnblendableError(reason)
     return own, ropes[0] if ropes else None
 
 

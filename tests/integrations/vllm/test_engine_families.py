@@ -1,0 +1,153 @@
+"""Families with a speciality inside vLLM: sinks, shapes of KV a layer, shared KV, latent attention, models that see images."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from make_random_model import CHAT_TEMPLATE, ModelShape, python_help, train_tokenizer
+from transformers import AutoConfig
+from vllm_engines import VOCAB, OpenServed, first_logprobs
+
+from cacheblend.base.errors import UnsupportedModelError
+
+pytestmark = pytest.mark.contract
+
+PROMPTS = int(os.environ.get("FAMILY_PROMPTS", "3"))  # CI's; by hand 100
+TEXT: dict[str, Any] = {
+    **{"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4},
+    **{
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "sliding_window": 12,
+        "initializer_range": 0.05,
+    },
+    **{"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0},
+}
+LAYERS = ["sliding_attention", "full_attention"]
+GEMMA4 = TEXT | {"layer_types": LAYERS * 2, "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+GEMMA4 |= {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB}
+GEMMA4_E = GEMMA4 | {"num_hidden_layers": 6, "layer_types": LAYERS * 3, "num_kv_shared_layers": 2, "attention_k_eq_v": False}
+GEMMA4_E |= {"hidden_size_per_layer_input": 8, "num_global_key_value_heads": None}
+LATENT: dict[str, Any] = {name: TEXT[name] for name in TEXT.keys() - {"sliding_window", "pad_token_id"}}
+LATENT |= {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+LATENT |= {"num_key_value_heads": 4, "head_dim": 32}
+DEEPSEEK = LATENT | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "num_hidden_layers": 3, "n_routed_experts": 4}
+DEEPSEEK |= {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": LAYERS * 2}
+# The compiled rotary embedding of vLLM 0.32's CPU build turns nothing in latent attention.
+NATIVE = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28}
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gpt_oss": (TEXT | EXPERTS, {}),
+    "gemma4_text": (GEMMA4, {}),
+    "gemma4_text-e": (GEMMA4_E, {}),
+    "minicpm3": (LATENT, {}),
+    "deepseek_v2": (DEEPSEEK | {"topk_method": "greedy", "n_shared_experts": 1}, NATIVE),
+    "deepseek_v3": (DEEPSEEK | {"topk_method": "noaux_tc", "n_shared_experts": 1}, NATIVE),
+}
+CHUNK_TOKENS = (70, 66, 72, 50, 90, 40)
+
+
+def write_model(folder: Path, family: str) -> Path:
+    """A tiny random model of a family, whose attention matters and whose sinks are not zero."""
+    torch.manual_seed(0)
+    config: Any = AutoConfig.for_model(family.removesuffix("-e"), **FAMILIES[family][0])
+    save(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32), folder)
+    tokenizer(VOCAB).save_pretrained(folder)
+    return folder
+
+
+def save(model: Any, folder: Path) -> None:
+    """Write a model, with weights large enough that a fault shows."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "_proj" in name and "self_attn" in name and "vision" not in name:
+                weight.mul_(3.0)
+            if weight.ndim == 1 and not bool(weight.any()):
+                weight.normal_(0, 0.5)
+    model.save_pretrained(folder)
+
+
+def tokenizer(vocab: int) -> Any:
+    made = train_tokenizer(python_help()[:20], ModelShape(vocab=vocab, max_positions=512))
+    made.chat_template = CHAT_TEMPLATE
+    return made
+
+
+def write_gemma3(folder: Path) -> Path:
+    """A tiny Gemma 3 that sees images, with what vLLM's processor asks of its tokenizer."""
+    torch.manual_seed(0)
+    names = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    made = tokenizer(VOCAB - 8)
+    made.add_tokens([*names.values(), *("\n" * count for count in range(1, 5))], special_tokens=True)
+    ids = dict(zip(("image_token_index", "boi_token_index", "eoi_token_index"), range(VOCAB - 8, VOCAB), strict=False))
+    text = AutoConfig.for_model("gemma3_text", **TEXT, query_pre_attn_scalar=32, layer_types=LAYERS * 2).to_dict()
+    vision = {"model_type": "siglip_vision_model", "patch_size": 14, **VISION}
+    config: Any = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4, **ids)
+    save(transformers.Gemma3ForConditionalGeneration._from_config(config, dtype=torch.float32), folder)
+    made.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | names | {"extra_special_tokens": names}))
+    (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Gemma3Processor"}))
+    sizes = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 28, "width": 28}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(sizes))
+    return folder
+
+
+def check_exact(served: Any) -> None:
+    """At ratio 1.0 every prompt's answer is vLLM's own; at a lower ratio it is a blend."""
+    draw = random.Random(5)
+    chunks = [[draw.randrange(2, VOCAB - 8) for _ in range(tokens)] for tokens in CHUNK_TOKENS]
+    served.precompute(chunks)
+    blended = 0.0
+    for _ in range(PROMPTS):
+        tokens, spans = [draw.randrange(2, VOCAB - 8) for _ in range(draw.choice((10, 40, 70)))], list[list[int]]()
+        for chunk in draw.sample(chunks, 3):
+            spans.append([len(tokens), len(tokens) + len(chunk)])
+            tokens += chunk
+        tokens += [draw.randrange(2, VOCAB - 8) for _ in range(draw.randrange(3, 12))]
+        served.llm.reset_prefix_cache()
+        exact = served.ask(tokens)
+        served.llm.reset_prefix_cache()
+        whole, part = served.ask(tokens, spans, ratio=1.0), served.ask(tokens, spans)
+        assert whole.kv_transfer_params["cacheblend"]["hits"] == 3, whole.kv_transfer_params
+        assert whole.outputs[0].token_ids == exact.outputs[0].token_ids
+        assert float((first_logprobs(whole) - first_logprobs(exact)).abs().max()) < 1e-3
+        blended = max(blended, float((first_logprobs(part) - first_logprobs(exact)).abs().max()))
+    assert blended > 1e-3
+
+
+@pytest.fixture(autouse=True)
+def _blend_what_is_no_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts so short are not worth it."""
+    monkeypatch.setattr("cacheblend.integrations.vllm.scheduler.LARGEST_SHARE", 9.0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ratio_one_is_vllms_own(family: str, tmp_path: Path, open_served: OpenServed) -> None:
+    """Blending at ratio 1.0 gives vLLM's own tokens, whatever a family's layers cache."""
+    with open_served(write_model(tmp_path / "model", family), **FAMILIES[family][1]) as served:
+        check_exact(served)
+
+
+@pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM loads the images' processor, which needs torchvision")
+def test_text_requests_of_a_model_that_sees_images(tmp_path: Path, open_served: OpenServed) -> None:
+    """The text model inside Gemma 3's wrapper is blended."""
+    with open_served(write_gemma3(tmp_path / "model"), limit_mm_per_prompt={"image": 0}) as served:
+        check_exact(served)
+
+
+def test_latent_attention_that_is_not_rotated_is_refused(tmp_path: Path, open_served: OpenServed) -> None:
+    """Where vLLM's own rotary embedding does nothing, the engine does not start, and the error names the remedy."""
+    folder = write_model(tmp_path / "model", "deepseek_v2")
+    with pytest.raises(UnsupportedModelError, match="-rotary_embedding"), open_served(folder):
+        pass
