@@ -133,6 +133,8 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
         self._rows = int(vllm_config.scheduler_config.max_num_batched_tokens)
         self._block_size = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         self._worker: BlendWorker | None = None
+        if role == KVConnectorRole.WORKER:
+            _name_shapes_of_sharing_layers(vllm_config, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             self._store = KVStore(self._config.store_config(workers=2**20))  # asked what is stored; nothing is read here
             hashed = kv_cache_config.hash_block_size or self._block_size
@@ -346,6 +348,19 @@ def _compare(name: str, dtype: torch.dtype, exact: dict[int, float], blended: di
             f"{name} cannot be blended in this vLLM: at ratio {ratio}, where blending must be exact, log probabilities of the "
             f"next token are off by {off:.3g} (allowed: {allowed:g})"
         )
+
+
+def _name_shapes_of_sharing_layers(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Give layers that read an earlier layer's KV that layer's shape.
+
+    vLLM 0.32 looks for it where layers have different shapes, and finds none without its hybrid KV cache manager.
+    """
+    for name, module in vllm_config.compilation_config.static_forward_context.items():
+        target = getattr(module, "kv_sharing_target_layer_name", None)
+        for group in kv_cache_config.kv_cache_groups:
+            shapes = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+            if target in shapes:
+                shapes[name] = shapes[target]
 
 
 def _trouble(vllm_config: Any, kv_cache_config: Any) -> str:

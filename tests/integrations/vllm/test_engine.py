@@ -376,8 +376,8 @@ def test_models_that_blending_is_wrong_on_are_refused(
 
     own = VllmRunner.rotate
 
-    def shifted(self: VllmRunner, k_1HSD: torch.Tensor, cos_sin: Any) -> torch.Tensor:
-        return own(self, k_1HSD, (cos_sin[0], cos_sin[1] * 0.9))
+    def shifted(self: VllmRunner, layer: int, k_1HSD: torch.Tensor, cos_sin: Any) -> torch.Tensor:
+        return own(self, layer, k_1HSD, (cos_sin[0], cos_sin[1] * 0.9))
 
     monkeypatch.setattr(VllmRunner, "rotate", shifted)
     with pytest.raises(UnsupportedModelError, match="where blending must be exact"), open_served(make_model("llama")):

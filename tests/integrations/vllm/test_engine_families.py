@@ -45,7 +45,44 @@ DEEPSEEK |= {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": LAYERS * 2}
 # The compiled rotary embedding of vLLM 0.32's CPU build turns nothing in latent attention.
 NATIVE = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
-VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28}
+VISION = {"hidden_size": 32, "intermediate_size": 48}
+SIGLIP = {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 14, **VISION}
+PATCHES = {"patch_size": 14, "merge_size": 2}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+IMAGE = VOCAB - 8  # the first token after the tokenizer's own
+# Architecture, text model, vision model, tokens, and the files of the processors.
+WRAPPERS: dict[str, tuple[Any, ...]] = {
+    "gemma3": (
+        "Gemma3ForConditionalGeneration",
+        {"model_type": "gemma3_text", "query_pre_attn_scalar": 32, "layer_types": LAYERS * 2},
+        {"model_type": "siglip_vision_model", **SIGLIP},
+        {"mm_tokens_per_image": 4, "image_token_index": IMAGE, "boi_token_index": IMAGE + 1, "eoi_token_index": IMAGE + 2},
+        {"processor_class": "Gemma3Processor"},
+        {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 28, "width": 28}},
+    ),
+    "mistral3": (
+        "Mistral3ForConditionalGeneration",
+        {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "pixtral", "head_dim": 16, **SIGLIP},
+        {"image_token_index": IMAGE, "spatial_merge_size": 1},
+        {"processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": 1, "image_token": "[IMG]"},
+        {"image_processor_type": "PixtralImageProcessor", "patch_size": 14, "size": {"longest_edge": 28}},
+    ),
+    "qwen3_vl": (
+        "Qwen3VLForConditionalGeneration",
+        {"model_type": "qwen3_vl_text", "sliding_window": None, "rope_parameters": MROPE},
+        {"depth": 2, "num_heads": 2, "out_hidden_size": 128, "patch_size": 14, "deepstack_visual_indexes": [0], **VISION},
+        {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8},
+        {"processor_class": "Qwen3VLProcessor"},
+        {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "temporal_patch_size": 2,
+            "size": {"shortest_edge": 784, "longest_edge": 3136},
+            **PATCHES,
+        },
+        {"video_processor_type": "Qwen3VLVideoProcessor", **PATCHES},
+    ),
+}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpt_oss": (TEXT | EXPERTS, {}),
     "gemma4_text": (GEMMA4, {}),
@@ -83,38 +120,42 @@ def tokenizer(vocab: int) -> Any:
     return made
 
 
-def write_gemma3(folder: Path) -> Path:
-    """A tiny Gemma 3 that sees images, with what vLLM's processor asks of its tokenizer."""
+def write_wrapper(folder: Path, family: str) -> Path:
+    """A tiny model that sees images, with what vLLM's processor asks of its tokenizer."""
     torch.manual_seed(0)
+    architecture, text, vision, more, *processors = WRAPPERS[family]
     names = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
     made = tokenizer(VOCAB - 8)
-    made.add_tokens([*names.values(), *("\n" * count for count in range(1, 5))], special_tokens=True)
-    ids = dict(zip(("image_token_index", "boi_token_index", "eoi_token_index"), range(VOCAB - 8, VOCAB), strict=False))
-    text = AutoConfig.for_model("gemma3_text", **TEXT, query_pre_attn_scalar=32, layer_types=LAYERS * 2).to_dict()
-    vision = {"model_type": "siglip_vision_model", "patch_size": 14, **VISION}
-    config: Any = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4, **ids)
-    save(transformers.Gemma3ForConditionalGeneration._from_config(config, dtype=torch.float32), folder)
+    special = (
+        [*names.values(), *("\n" * count for count in range(1, 5))]
+        if family == "gemma3"
+        else ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+    )
+    made.add_tokens(special, special_tokens=True)
+    text_config = AutoConfig.for_model(**TEXT | text).to_dict()
+    config: Any = AutoConfig.for_model(family, text_config=text_config, vision_config=vision, **more)
+    save(getattr(transformers, architecture)._from_config(config, dtype=torch.float32), folder)
     made.save_pretrained(folder)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | names | {"extra_special_tokens": names}))
-    (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Gemma3Processor"}))
-    sizes = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 28, "width": 28}}
-    (folder / "preprocessor_config.json").write_text(json.dumps(sizes))
+    if family == "gemma3":
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | names | {"extra_special_tokens": names}))
+    for file, settings in zip(("processor", "preprocessor", "video_preprocessor"), processors, strict=False):
+        (folder / f"{file}_config.json").write_text(json.dumps(settings))
     return folder
 
 
 def check_exact(served: Any) -> None:
     """At ratio 1.0 every prompt's answer is vLLM's own; at a lower ratio it is a blend."""
     draw = random.Random(5)
-    chunks = [[draw.randrange(2, VOCAB - 8) for _ in range(tokens)] for tokens in CHUNK_TOKENS]
+    chunks = [[draw.randrange(9, VOCAB - 8) for _ in range(tokens)] for tokens in CHUNK_TOKENS]
     served.precompute(chunks)
     blended = 0.0
     for _ in range(PROMPTS):
-        tokens, spans = [draw.randrange(2, VOCAB - 8) for _ in range(draw.choice((10, 40, 70)))], list[list[int]]()
+        tokens, spans = [draw.randrange(9, VOCAB - 8) for _ in range(draw.choice((10, 40, 70)))], list[list[int]]()
         for chunk in draw.sample(chunks, 3):
             spans.append([len(tokens), len(tokens) + len(chunk)])
             tokens += chunk
-        tokens += [draw.randrange(2, VOCAB - 8) for _ in range(draw.randrange(3, 12))]
+        tokens += [draw.randrange(9, VOCAB - 8) for _ in range(draw.randrange(3, 12))]
         served.llm.reset_prefix_cache()
         exact = served.ask(tokens)
         served.llm.reset_prefix_cache()
@@ -140,9 +181,10 @@ def test_ratio_one_is_vllms_own(family: str, tmp_path: Path, open_served: OpenSe
 
 
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM loads the images' processor, which needs torchvision")
-def test_text_requests_of_a_model_that_sees_images(tmp_path: Path, open_served: OpenServed) -> None:
-    """The text model inside Gemma 3's wrapper is blended."""
-    with open_served(write_gemma3(tmp_path / "model"), limit_mm_per_prompt={"image": 0}) as served:
+@pytest.mark.parametrize("family", WRAPPERS)
+def test_text_requests_of_a_model_that_sees_images(family: str, tmp_path: Path, open_served: OpenServed) -> None:
+    """The text model inside a wrapper is blended."""
+    with open_served(write_wrapper(tmp_path / "model", family), limit_mm_per_prompt={"image": 0, "video": 0}) as served:
         check_exact(served)
 
 
