@@ -79,6 +79,7 @@ def open_engine(
     """
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     settings: dict[str, Any] = {
         "max_model_len": 448,
@@ -95,11 +96,14 @@ def open_engine(
             "kv_role": "kv_both",
             "kv_connector_extra_config": extra,
         }
-    llm = LLM(str(folder), dtype=dtype, **{**settings, **options})
+    llm: Any = None
     try:
+        llm = LLM(str(folder), dtype=dtype, **{**settings, **options})
         yield Served(llm, store or Path())
-    finally:
-        llm.llm_engine.engine_core.shutdown()
+    finally:  # after one that is refused, too
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        ensure_kv_transfer_shutdown()
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()
