@@ -40,7 +40,7 @@ class Attended(Exception):  # noqa: N818  # a signal, no error
 
 @dataclass(frozen=True, slots=True)
 class TableForm:
-    """How a layer takes its rotary embedding: as cosine and sine behind these axes, as complex numbers, or not at all."""
+    """The form in which a layer takes its rotary embedding: cosine and sine behind these axes, complex numbers, or none."""
 
     kind: str  # "pair", "complex", "none"
     axes: tuple[int, ...] = ()

@@ -34,7 +34,15 @@ CGROUP_OF_PROCESS, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 EXPECTED_ROWS = 16  # oneDNN packs for this number of rows; 512 changes no product's time
 NORM_SOURCE = Path(__file__).with_name("rms_norm.c")
 SAMPLE_ROWS = 64
+MLP_ROWS_AT_ONCE = 1024  # of one call: their activations fit the processor's caches
 logger = logging.getLogger(__name__)
+
+
+def with_modules(module: Any, **replaced: nn.Module) -> Any:
+    """A shallow copy of a module with some children replaced."""
+    twin = copy.copy(module)
+    twin._modules = {**module._modules, **replaced}
+    return twin
 
 
 def _with_children(module: Any, twin_of: Callable[[nn.Module], nn.Module]) -> Any:
@@ -45,6 +53,22 @@ def _with_children(module: Any, twin_of: Callable[[nn.Module], nn.Module]) -> An
     twin = copy.copy(module)
     twin._modules = children
     return twin
+
+
+class RowPieces(nn.Module):
+    """An MLP that runs on at most `MLP_ROWS_AT_ONCE` rows at a time; its rows are independent."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, hidden_RSM: torch.Tensor, *more: Any) -> Any:
+        if hidden_RSM.shape[1] <= MLP_ROWS_AT_ONCE or more:
+            return self.mlp(hidden_RSM, *more)
+        outputs = [self.mlp(piece) for piece in hidden_RSM.split(MLP_ROWS_AT_ONCE, dim=1)]
+        if isinstance(outputs[0], tuple):  # mixtures return what their router said beside
+            return torch.cat([output[0] for output in outputs], dim=1), None
+        return torch.cat(outputs, dim=1)
 
 
 class PackedLinear(nn.Module):

@@ -25,8 +25,8 @@ from torch import nn
 
 from .anatomy import PROBED, Attended, LayerAnatomy, LayerCall, Pair, Probe, Projection, UnblendableError, examine
 from .attention import Rows
-from .cpu_modules import PackedLinear, is_worth_packing, packed, with_fused_norms
-from .families import rope_parameters
+from .cpu_modules import PackedLinear, RowPieces, is_worth_packing, packed, with_fused_norms, with_modules
+from .families import max_positions_of
 from .generation import DecodeKernel, DecodePass, OneSequencePass, SequenceKV, decode_kernel
 from .interfaces import CosSin, KVGeometry, LayerKV
 from .layer_passes import IsolatedPass, LayerPass, QuestionPass, RowsPass, Run, SharedPrefix, prefix_mask, runs
@@ -37,12 +37,8 @@ if TYPE_CHECKING:
     from .prompt import FusionResult
 
 IMPLEMENTATION = "cacheblend"
-# Rows of layer 0 in one attention call, and in one MLP call: attention is fastest in one call from position 0 on, the MLP in
-# pieces whose activations fit the processor's caches.
+# Rows in one attention call of layer 0, which is fastest in one call from position 0 on.
 ROWS_AT_ONCE = 4096
-MLP_ROWS_AT_ONCE = 1024
-# Rotary embeddings that change with a prompt's length, beyond the length that the model was first trained on.
-LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 
 
 class _Thread(threading.local):
@@ -73,22 +69,6 @@ def _register_attention() -> None:
     """Make `IMPLEMENTATION` known to transformers, whose modules take seconds to import: not before a model is there."""
     transformers.AttentionInterface.register(IMPLEMENTATION, _attention)
     transformers.AttentionMaskInterface.register(IMPLEMENTATION, _mask)
-
-
-class _RowPieces(nn.Module):
-    """An MLP that runs on at most `MLP_ROWS_AT_ONCE` rows at a time; its rows are independent."""
-
-    def __init__(self, mlp: nn.Module) -> None:
-        super().__init__()
-        self.mlp = mlp
-
-    def forward(self, hidden_RSM: torch.Tensor, *more: Any) -> Any:
-        if hidden_RSM.shape[1] <= MLP_ROWS_AT_ONCE or more:
-            return self.mlp(hidden_RSM, *more)
-        outputs = [self.mlp(piece) for piece in hidden_RSM.split(MLP_ROWS_AT_ONCE, dim=1)]
-        if isinstance(outputs[0], tuple):  # mixtures return what their router said beside
-            return torch.cat([output[0] for output in outputs], dim=1), None
-        return torch.cat(outputs, dim=1)
 
 
 class _Entered(Exception):  # noqa: N818  # a signal, no error
@@ -159,7 +139,7 @@ class Decoder:
         with torch.no_grad():
             as_tuple = self._examine(plain)
         exit_tree.get_submodule(owner)._modules[name] = nn.ModuleList([_Exit(plain[-1], as_tuple=as_tuple)])
-        layers = [with_modules(layer, mlp=_RowPieces(layer.mlp)) if hasattr(layer, "mlp") else layer for layer in plain]
+        layers = [with_modules(layer, mlp=RowPieces(layer.mlp)) if hasattr(layer, "mlp") else layer for layer in plain]
         if is_worth_packing(model):
             layers = list(map(packed, layers))
             if type(model.get_output_embeddings()) is nn.Linear:
@@ -185,9 +165,11 @@ class Decoder:
         self._stand_in([_Entrance(layer, index, is_last=layer is every[-1]) for index, layer in enumerate(every)])
         token_ids_S = torch.arange(len(PROBED), device=self.device) % int(self.config.vocab_size)
         _THREAD.examines = True
-        with _refusing():
-            given = self._enter(positions_S, input_ids=token_ids_S[None])
-        _THREAD.examines = False
+        try:
+            with _refusing():
+                given = self._enter(positions_S, input_ids=token_ids_S[None])
+        finally:
+            _THREAD.examines = False
         self._calls = calls = [LayerCall(args, kwargs, len(PROBED)) for args, kwargs in given]
         order = _THREAD.order
         if order != sorted(set(order)):
@@ -487,7 +469,7 @@ def _refusing() -> Iterator[None]:
 
 
 def _place_of_layers(tree: PreTrainedModel, count: int) -> tuple[str, str]:
-    """Where a model's decoder layers stand: the name of the module that has them, and of the list in it.
+    """Names of the module that has a model's decoder layers, and of the list in it.
 
     Raises:
         UnblendableError: there is no such list.
@@ -502,17 +484,6 @@ def _place_of_layers(tree: PreTrainedModel, count: int) -> tuple[str, str]:
     raise UnblendableError(f"its decoder has no list of {count} layers, one for each KV")
 
 
-def max_positions_of(config: Any) -> int | None:
-    """Positions up to which attention and rotary embedding do not depend on the prompt's length; None for any number."""
-    limits = [getattr(config, "max_position_embeddings", None), getattr(config, "attention_chunk_size", None)]
-    if getattr(config, "attn_temperature_tuning", False):
-        limits.append(int(getattr(config, "floor_scale", 0)) - 1)
-    for rope in rope_parameters(config):
-        if rope.get("rope_type") in LENGTH_DEPENDENT_ROPES:
-            limits.append(rope.get("original_max_position_embeddings"))
-    return min((int(limit) for limit in limits if limit and limit > 0), default=None)
-
-
 class _OneHead(nn.Module):
     """Stands in for the queries' product, whose result nobody reads: one head of zeros."""
 
@@ -522,10 +493,3 @@ class _OneHead(nn.Module):
 
     def forward(self, hidden_1SM: torch.Tensor, *_: Any) -> torch.Tensor:
         return hidden_1SM.new_zeros(*hidden_1SM.shape[:-1], self._size)
-
-
-def with_modules(module: Any, **replaced: nn.Module) -> Any:
-    """A shallow copy of a module with some children replaced."""
-    twin = copy.copy(module)
-    twin._modules = {**module._modules, **replaced}
-    return twin

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Rotary embeddings that change with a prompt's length, beyond the length that the model was first trained on.
+LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 # By the model type of the decoder's config. Of each a tiny random model in the tests must have full prefill's logits at ratio
 # 1.0 (`scripts/model_families.py`). Granite 4's (granitemoehybrid) are those without state-space layers.
 VERIFIED = frozenset(
@@ -97,6 +99,17 @@ def rope_parameters(config: Any) -> list[dict[str, Any]]:
     """The parameters of each rotary embedding in a config."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return [value for value in parameters.values() if isinstance(value, dict)] or [dict(parameters)]
+
+
+def max_positions_of(config: Any) -> int | None:
+    """Positions up to which attention and rotary embedding do not depend on the prompt's length; None for any number."""
+    limits = [getattr(config, "max_position_embeddings", None), getattr(config, "attention_chunk_size", None)]
+    if getattr(config, "attn_temperature_tuning", False):
+        limits.append(int(getattr(config, "floor_scale", 0)) - 1)
+    for rope in rope_parameters(config):
+        if rope.get("rope_type") in LENGTH_DEPENDENT_ROPES:
+            limits.append(rope.get("original_max_position_embeddings"))
+    return min((int(limit) for limit in limits if limit and limit > 0), default=None)
 
 
 def weight_files(directory: Path) -> list[Path]:

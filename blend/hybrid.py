@@ -19,7 +19,8 @@ import torch
 from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.store import BLOCK_TOKENS, STATE, BlockChain, LayerPair, PrefixBlocks, PrefixRun
 
-from .decoder import Decoder, max_positions_of
+from .decoder import Decoder
+from .families import max_positions_of
 from .generation import SequenceKV, branch_cache
 from .interfaces import KVGeometry
 

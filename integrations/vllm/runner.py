@@ -31,8 +31,8 @@ from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.blend import KVGeometry, LayerKV
 from cacheblend.blend.anatomy import PROBED, Attended, Probe, Projection, UnblendableError
 from cacheblend.blend.attention import Rows
-from cacheblend.blend.cpu_modules import with_fused_norms
-from cacheblend.blend.decoder import ROWS_AT_ONCE, with_modules
+from cacheblend.blend.cpu_modules import with_fused_norms, with_modules
+from cacheblend.blend.decoder import ROWS_AT_ONCE
 from cacheblend.blend.interfaces import CosSin
 from cacheblend.blend.layer_passes import IsolatedPass, QuestionPass, RowsPass, Run, SharedPrefix, prefix_mask, runs
 from cacheblend.store import LayerPair
