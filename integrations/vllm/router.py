@@ -84,7 +84,7 @@ class PromptMarker:
         if not isinstance(asked, Mapping):
             return None
         of_effort = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-        return {name: value for name, value in {**of_effort, **asked}.items() if name in self._as_written.template_variables}
+        return {name: value for name, value in {**of_effort, **asked}.items() if name in self._as_written.template.variables}
 
     def split(self, document: Mapping[str, object]) -> list[Chunk]:
         """Token ids of a document's chunks."""

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from inspect import signature
 from itertools import groupby
 from typing import Any, TypeVar
 
-from jinja2 import meta, nodes
-from jinja2.exceptions import TemplateError
-
-from cacheblend.base.errors import ConfigError, InputError, PromptTooLongError
+from cacheblend.base.errors import InputError, PromptTooLongError
 from cacheblend.retriever import Chunk, PlainTokenizer
 from cacheblend.store import ChunkKey, DocumentVersion
 
+from .chat_template import ChatTemplate
 from .reasoning import Thoughts
 
 T = TypeVar("T")
@@ -29,7 +24,6 @@ MAX_NEW_TOKENS = 4096  # of an answer of a model that says nothing of its positi
 FIRST_READ = 8  # characters a position: where these are too many tokens, the rest is not read
 CHARACTERS_PER_TOKEN = 64  # no text that is worth a prompt has tokens of so many in the mean
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")  # of a turn, one of which a template reads
-LAST_TOKENS = 32  # of a prompt, in which a template opens or closes thoughts
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +162,7 @@ class PromptRenderer:
 
     Attributes:
         prefix: what the prompt of every question begins with.
-        takes_tools: whether the chat template writes tools into the prompt.
+        template: the model's chat template.
 
     Raises:
         InputError: the chat template cannot be rendered, or drops the user's text.
@@ -184,13 +178,11 @@ class PromptRenderer:
         chat: bool = True,
         max_positions: int | None = None,
     ) -> None:
-        self._tokenizer, self._instruction, self._max_positions = tokenizer, instruction, max_positions
+        self._instruction, self._max_positions = instruction, max_positions
         self._plain = PlainTokenizer(tokenizer)
         self._bos = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
-        self._has_template = chat and tokenizer.chat_template is not None
-        self.takes_tools = self._has_template and _mentions_tools(tokenizer)
-        self._thoughts = Thoughts.find(tokenizer, "".join(_templates(tokenizer))) if self._has_template else None
-        self._before_question, self._after_question = before_question, "" if self._has_template else after_question
+        self.template = ChatTemplate(tokenizer, self._plain, is_used=chat)
+        self._before_question, self._after_question = before_question, "" if self.template.is_used else after_question
         self._question_frame = self._frame([Message("user", "")], instruction)
         self.prefix = self._question_frame.prefix
 
@@ -226,14 +218,14 @@ class PromptRenderer:
             template_kwargs: variables of the chat template, such as `enable_thinking`.
 
         Raises:
-            ConfigError: see `check_template_kwargs`.
+            ConfigError: see `ChatTemplate.check_kwargs`.
             InputError: the last message is another's, one is empty, the model's template refuses the turns, there are tools
                 and it takes none, or one of them has the text of a control token.
             PromptTooLongError: they cannot be within the model's positions.
         """
         self._check_chat(messages)
         self._check_tools(messages, tools)
-        self.check_template_kwargs(template_kwargs or {})
+        self.template.check_kwargs(template_kwargs or {})
         if with_chunks and len(messages) == 1 and not tools and not template_kwargs:
             return self.question(messages[0].content)
         has_system = any(message.role == "system" for message in messages)
@@ -261,17 +253,17 @@ class PromptRenderer:
             ConfigError, InputError, PromptTooLongError: see `chat`.
         """
         self._check_chat(messages)
-        self.check_template_kwargs(template_kwargs or {})
+        self.template.check_kwargs(template_kwargs or {})
         # 1. What the template puts around the texts.
-        if self._has_template:
+        if self.template.is_used:
             marks = [secrets.token_hex(16) for _ in messages]
             turns = [message.turn(mark) for message, mark in zip(messages, marks, strict=True)]
-            around = _around(self._render(turns, (), template_kwargs or {}), marks)
+            around = _around(self._render(turns, (), template_kwargs), marks)
         else:
             around = ["", *("\n" for _ in messages[1:]), self._after_question]
         # 2. Each text and each chunk by itself, so that chunks begin and end where tokens do.
-        template_ids = self._template_ids if self._has_template else self._ids
-        pieces = [_as_chunk("", () if self._has_template else self._bos)]
+        template_ids = self.template.ids if self.template.is_used else self._ids
+        pieces = [_as_chunk("", () if self.template.is_used else self._bos)]
         for text, own in zip(around, [*parts, ()], strict=True):
             pieces.append(_as_chunk(text, template_ids(text)))
             pieces += [part if isinstance(part, Chunk) else _as_chunk(part, self._ids(part)) for part in own]
@@ -299,48 +291,9 @@ class PromptRenderer:
             raise InputError("prompt is empty; give some text to continue")
         return PromptTokens(self._bos, self._ids(text))
 
-    @cached_property
-    def template_variables(self) -> frozenset[str]:
-        """The names of the chat template's variables that a request may set."""
-        if not self._has_template:
-            return frozenset()
-        # transformers' own environment, as templates have statements of its own.
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
-        found: set[str] = set()
-        for template in _templates(self._tokenizer):
-            environment = _compile_jinja_template(template).environment
-            parsed, first = environment.parse(template), dict[str, str]()
-            for name, context in _names(parsed):
-                first.setdefault(name, context)
-            unset = meta.find_undeclared_variables(parsed) - environment.globals.keys()
-            found |= {name for name in unset if first.get(name) == "load"}  # others are set before, if not in every branch
-        ours = {*signature(self._tokenizer.apply_chat_template).parameters, *self._tokenizer.special_tokens_map, "messages"}
-        return frozenset(found - ours)
-
-    def check_template_kwargs(self, template_kwargs: Mapping[str, Any], field: str = "chat_template_kwargs") -> None:
-        """Refuse what the chat template does not know, and texts that it would make control tokens.
-
-        Raises:
-            ConfigError: one of the names is no variable of the template, or a value has the text of a control token.
-        """
-        if not template_kwargs:
-            return
-        known, text = self.template_variables, json.dumps(dict(template_kwargs), ensure_ascii=False)
-        if unknown := sorted(template_kwargs.keys() - known):
-            names = f"knows {', '.join(sorted(known))}" if known else "has no variables to set; leave it out"
-            raise ConfigError(field, unknown[0], f"the model's chat template {names}")
-        if self._plain.has_controls(self._template_ids(text)):
-            raise ConfigError(field, text, "values without the text of a control token of the model")
-
     def thoughts(self, prompt: PromptTokens) -> Thoughts | None:
         """How the answer to a chat's prompt has its thoughts; None for a model without any."""
-        if self._thoughts is None:
-            return None
-        last = self._tokenizer.decode(list(prompt.suffix[-LAST_TOKENS:]), skip_special_tokens=False).rstrip()
-        marks = self._thoughts.format
-        is_open, is_closed = last.endswith(marks.opens.rstrip()), last.endswith(marks.closes)
-        return replace(self._thoughts, is_open=is_open, is_closed=is_closed and not marks.has_channels)
+        return self.template.thoughts_after(prompt.suffix)
 
     def text_ids(self, text: str) -> list[int]:
         """Token ids of a text of any length; special tokens in it stay plain text."""
@@ -372,24 +325,24 @@ class PromptRenderer:
             if message.role == "tool" or message.tool_calls:
                 quoted.append((f"messages[{place}]", message.turn("")))
         for field, value in quoted:
-            if not self.takes_tools:
+            if not self.template.takes_tools:
                 raise InputError(
                     f"{field}: the model's chat template takes no tools; leave them out, or use a model that calls tools"
                 )
             text = json.dumps(value, ensure_ascii=False)
             check_characters(len(text), self._max_positions)
-            if self._plain.has_controls(self._template_ids(text)):
+            if self.template.has_controls(text):
                 raise InputError(f"{field}: has the text of a control token of the model; write it in other words")
 
     def _apart(self, message: Message) -> Message:
         """A turn whose thoughts do not stand in its text."""
-        if message.role != "assistant" or self._thoughts is None:
+        if message.role != "assistant" or self.template.thoughts is None:
             return message
         if not message.thoughts:
-            thoughts, content = self._thoughts.split(message.content)
+            thoughts, content = self.template.thoughts.split(message.content)
             return replace(message, thoughts=thoughts, content=content)
         # Beside a call the template of gpt-oss refuses thoughts and a text.
-        has_all = self._thoughts.format.has_channels and message.content and message.tool_calls
+        has_all = self.template.thoughts.format.has_channels and message.content and message.tool_calls
         return replace(message, thoughts="") if has_all else message
 
     def _layout(self, frame: _Frame, before_question: str, question: str) -> PromptTokens:
@@ -406,7 +359,7 @@ class PromptRenderer:
     ) -> _Frame:
         """Render the turns, the chunks and the question left out."""
         asks = question_place(messages)
-        if not self._has_template:
+        if not self.template.is_used:
             earlier = "".join(f"{message.content.strip()}\n" for message in messages[:asks])
             return _Frame((*self._bos, *self._ids(instruction), *self._ids(earlier)), "", ())
         # 1. A mark for each text that there is, and one for the chunks before the question.
@@ -425,30 +378,22 @@ class PromptRenderer:
             texts.update(zip(new, own, strict=True))
             turns.append(message.turn("".join(new), thoughts))
         # 2. What the template puts around them; it may drop thoughts.
-        rendered = self._render(turns, tools, template_kwargs or {})
+        rendered = self._render(turns, tools, template_kwargs)
         marks = [mark for mark in texts if mark in rendered or mark not in may_go]
         between, place = _around(rendered, marks), marks.index(question)
         before = self._joined(between[:place], [texts[mark] for mark in marks[:place]])
         ending = self._joined(between[place + 1 : -1], [texts[mark] for mark in marks[place + 1 :]])
-        return _Frame(before, between[place], (*ending, *self._template_ids(between[-1])))
+        return _Frame(before, between[place], (*ending, *self.template.ids(between[-1])))
 
     def _joined(self, openings: Sequence[str], texts: Sequence[str]) -> tuple[int, ...]:
         """The ids of texts, each after what the template puts before it."""
         pairs = zip(openings, texts, strict=True)
-        return tuple(token for opening, text in pairs for token in (*self._template_ids(opening), *self._ids(text)))
+        return tuple(token for opening, text in pairs for token in (*self.template.ids(opening), *self._ids(text)))
 
     def _render(
-        self, turns: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any]
+        self, turns: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any] | None
     ) -> str:
-        """The template's text of turns, up to where the answer begins."""
-        own = [dict(tool) for tool in tools] or None
-        try:
-            rendered: str = self._tokenizer.apply_chat_template(
-                list(turns), tools=own, tokenize=False, add_generation_prompt=True, **template_kwargs
-            )
-        except (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
-            fields = "messages or chat_template_kwargs" if template_kwargs else "messages"
-            raise InputError(f"{fields}: the model's chat template refuses these turns: {error}") from error
+        rendered = self.template.render(turns, tools, template_kwargs or {})
         check_characters(len(rendered), self._max_positions)
         return rendered
 
@@ -457,9 +402,6 @@ class PromptRenderer:
         if most is not None and len(text) > 2 * (first := most * FIRST_READ) and len(self._plain.ids(text[:first])) > most:
             raise PromptTooLongError(f"a text has more tokens than the model's {most} positions; ask a shorter question")
         return tuple(self._plain.ids(text))
-
-    def _template_ids(self, text: str) -> tuple[int, ...]:
-        return tuple(int(token) for token in self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _as_chunk(text: str, token_ids: tuple[int, ...]) -> Chunk:
@@ -485,29 +427,6 @@ def _around(rendered: str, marks: Sequence[str]) -> list[str]:
         part, _, rendered = rendered.partition(mark)
         between.append(part)
     return [*between, rendered]
-
-
-def _names(node: nodes.Node) -> Iterator[tuple[str, str]]:
-    """The names in a template in the order of their evaluation, each with "load" or "store"."""
-    if isinstance(node, nodes.Name):
-        yield node.name, node.ctx
-    parts = [node.node, node.target] if isinstance(node, nodes.Assign) else node.iter_child_nodes()
-    for part in parts:
-        yield from _names(part)
-
-
-def _templates(tokenizer: Any) -> list[str]:
-    """The chat templates, of which there may be several by name."""
-    template = tokenizer.chat_template
-    return [*template.values()] if isinstance(template, Mapping) else [template]
-
-
-def _mentions_tools(tokenizer: Any) -> bool:
-    """Whether the chat template, where there are several the one for tools, has the variable `tools`."""
-    template = tokenizer.chat_template
-    if isinstance(template, Mapping):
-        template = template.get("tool_use") or template.get("default") or ""
-    return re.search(r"\btools\b", template) is not None
 
 
 def check_characters(characters: int, max_positions: int | None) -> None:

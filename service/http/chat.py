@@ -59,7 +59,7 @@ async def completion(body: CompletionBody, request: Request) -> Response:
 def _check_tools(body: ChatBody, prompts: PromptRenderer) -> None:
     """Refuse tools that the model cannot call, or that contradict other fields."""
     names, choice = [tool.function.name for tool in body.called_tools], body.tool_choice
-    if names and not prompts.takes_tools:
+    if names and not prompts.template.takes_tools:
         why = (
             "the model's chat template has no place for them; leave them out, ask for JSON with response_format, "
             "or use a model that calls tools"
@@ -93,7 +93,7 @@ def lay_out_chat(engine: Engine, body: ChatBody, defaults: Mapping[str, Any]) ->
     messages = [message.message() for message in body.messages]
     tools = [tool.model_dump(exclude_none=True) for tool in body.called_tools]
     prompts, with_chunks = engine.prompts, num_chunks > 0 or body.documents is not None
-    variables = template_kwargs(body, defaults, prompts.template_variables)
+    variables = template_kwargs(body, defaults, prompts.template.variables)
     layout = prompts.chat(messages, with_chunks=with_chunks, tools=tools, template_kwargs=variables)
     return {
         "question": messages[question_place(messages)].content,

@@ -101,7 +101,7 @@ class Server:
             self.engines = _open_engines(opened, engine_config, tenants, engine, embedder)
             first = next(iter(self.engines.values()))
             self.template_kwargs, fusor = self.http.template_kwargs(), first.fusor
-            first.prompts.check_template_kwargs(self.template_kwargs, "default_chat_template_kwargs")
+            first.prompts.template.check_kwargs(self.template_kwargs, "default_chat_template_kwargs")
             self.uploads_folder = Path(engine_config.store_dir, UPLOADS_FOLDER)
             shutil.rmtree(self.uploads_folder, ignore_errors=True)  # files that a service that was killed has left
             self.uploads_folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ TURNS = [
 def test_variables_of_a_template(template: str | None, names: set[str]) -> None:
     """A request may set the template's own variables, and nothing else that the tokenizer's method has as an option."""
     renderer = PromptRenderer(tiny_tokenizer() if template is None else thinking_tokenizer(template), "Read.\n")
-    assert renderer.template_variables == names
+    assert renderer.template.variables == names
     for asked in ({"enable_thinkin": True}, {"chat_template": "x"}, {"tokenize": True}, {"messages": []}, {"tools": []}):
         with pytest.raises(
             ConfigError, match=f"chat_template_kwargs='{next(iter(asked))}' is not allowed: the model's chat template"
