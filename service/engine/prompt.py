@@ -109,7 +109,7 @@ class Message:
         role: "system", "user", "assistant" or "tool".
         content: its text; "" for an assistant that only calls tools.
         tool_calls: what an assistant calls, as chat templates have it: `{"id", "type", "function": {"name", "arguments"}}`,
-            the arguments an object.
+            the arguments an object, or a text where a model wrote no JSON.
         tool_call_id: the call that a tool's result is of.
         name: of that tool.
         thoughts: an assistant's before its answer, which the template drops or repeats.
@@ -212,17 +212,18 @@ class PromptRenderer:
         has the prompt of `question`. What tools answered to a question stands after it.
 
         Args:
-            messages: the turns; the last one is the user's or a tool's.
+            messages: the turns; the last one is the user's or a tool's. Empty system messages are left out.
             with_chunks: leave a place for chunks.
             tools: that the model may call, as chat templates have them: `{"type": "function", "function": {"name", ...}}`.
             template_kwargs: variables of the chat template, such as `enable_thinking`.
 
         Raises:
             ConfigError: see `ChatTemplate.check_kwargs`.
-            InputError: the last message is another's, one is empty, the model's template refuses the turns, there are tools
+            InputError: the last message is another's, the question is empty, the template refuses the turns, there are tools
                 and it takes none, or one of them has the text of a control token.
             PromptTooLongError: they cannot be within the model's positions.
         """
+        messages = [message for message in messages if message.role != "system" or message.content.strip()]
         self._check_chat(messages)
         self._check_tools(messages, tools)
         self.template.check_kwargs(template_kwargs or {})
@@ -314,9 +315,8 @@ class PromptRenderer:
             raise InputError("messages: the last one must be the user's question, or what a tool answered to it")
         if not any(message.role == "user" for message in messages):
             raise InputError("messages: one must be the user's question; give it before the tools' results")
-        for place, message in enumerate(messages):
-            if not message.content.strip() and not message.tool_calls and message.role != "tool":
-                raise InputError(f"messages[{place}].content is empty; leave the message out")
+        if not messages[place := question_place(messages)].content.strip():
+            raise InputError(f"messages[{place}].content is empty; ask something")
 
     def _check_tools(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
         """Refuse tools that the template does not take, and those whose words it would make control tokens."""

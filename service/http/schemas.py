@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -21,6 +22,7 @@ from pydantic import (
 from cacheblend.service.engine.grammar import ANY_OBJECT, is_deeper
 from cacheblend.service.engine.prompt import Message
 
+logger = logging.getLogger(__name__)
 MAX_BIASES = 1024
 MAX_FIELDS = 100  # of one object, known or not: each that is not known is an error of its own
 MAX_TOOL_CHARACTERS = 2**16  # of all tools of a request as JSON, and of one call's arguments
@@ -54,6 +56,19 @@ def read_arguments(text: Any) -> dict[str, Any]:
     return value
 
 
+def read_earlier_arguments(given: Any) -> dict[str, Any] | str:
+    """The arguments of a call in a conversation: an object, or the text of what a model has written in place of one."""
+    if given == "" or isinstance(given, dict):
+        check_bounds(given or {})
+        return given or {}
+    try:
+        return read_arguments(given)
+    except ValueError:
+        if not isinstance(given, str) or len(given) > MAX_TOOL_CHARACTERS:
+            raise
+        return given
+
+
 def call_schema(functions: Sequence[tuple[str, Mapping[str, Any] | None]]) -> Schema:
     """The JSON schema of a call of one of the functions, from their names and their arguments' schemas, None for none."""
     calls = []
@@ -84,8 +99,21 @@ def _as_list(given: Any) -> Any:
 
 
 def _as_parts(given: Any) -> Any:
-    """A text as the parts of a message."""
-    return [{"type": "text", "text": given}] if isinstance(given, str) else _as_list(given)
+    """A text as the parts of a message, and a refusal or thoughts among them as parts with a text."""
+    return [{"type": "text", "text": given}] if isinstance(given, str) else [_as_part(part) for part in _as_list(given)]
+
+
+def _as_part(part: Any) -> Any:
+    match part:
+        case {"type": "refusal", "refusal": str() as text}:
+            return {"type": "text", "text": text}
+        case {"type": "thinking", "thinking": str() as text}:
+            return {"type": "thinking", "text": text}
+    return part
+
+
+def _number_as_text(given: Any) -> Any:
+    return str(given) if isinstance(given, int) and not isinstance(given, bool) else given
 
 
 def _limit_biases(given: Any) -> Any:
@@ -121,10 +149,14 @@ Inputs = Annotated[InputTexts, BeforeValidator(_without_token_ids), ListOfTexts]
 
 
 class StrictModel(BaseModel):
-    """A field that is not known is refused, for it has no effect; `ignored` ones, which clients send, may hold anything."""
+    """Null is as if the field were left out. A field that is not known is refused, for it has no effect; `ignored` ones, which
+    clients send, may hold anything. With `ignores_unknown` the log has one line for each that is not known.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     ignored: ClassVar[frozenset[str]] = frozenset()
+    ignores_unknown: ClassVar[bool] = False
+    noted: ClassVar[set[str]] = set()  # of all models, and at most `MAX_FIELDS`: names come from clients
 
     @model_validator(mode="before")
     @classmethod
@@ -133,22 +165,32 @@ class StrictModel(BaseModel):
             return given
         if len(given) > MAX_FIELDS:
             raise ValueError(f"has {len(given)} fields, more than {MAX_FIELDS}")
-        return {name: value for name, value in given.items() if name not in cls.ignored}
+        kept = {name: value for name, value in given.items() if name not in cls.ignored and value is not None}
+        if not cls.ignores_unknown:
+            return kept
+        for name in kept.keys() - cls.model_fields.keys():
+            del kept[name]
+            field = f"{cls.__name__.removesuffix('Body')}.{name[:40]}"
+            if field not in cls.noted and len(cls.noted) < MAX_FIELDS:
+                cls.noted.add(field)
+                logger.info("ignored from now on, as it changes nothing here: the field %s", ascii(field))
+        return kept
 
 
 class DocumentBody(BaseModel):
     """A document; keys other than these are ignored, as chat templates do."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
-    id: Text | None = None
+    id: Annotated[Text | None, BeforeValidator(_number_as_text)] = None
     title: Text | None = None
     text: Text
 
 
 class TextPart(StrictModel):
-    """A part of a message; only text is accepted."""
+    """A part of a message; only text is accepted, and thoughts of an earlier answer."""
 
-    type: Literal["text"]
+    ignores_unknown = True
+    type: Literal["text", "thinking"]
     text: Text
 
 
@@ -160,23 +202,24 @@ Content = Annotated[Parts, BeforeValidator(_as_parts, json_schema_input_type=Con
 class CalledFunction(StrictModel):
     """Function that is called; the arguments are JSON in a text."""
 
+    ignores_unknown = True
     name: FunctionName
-    arguments: Annotated[dict[str, Any], BeforeValidator(read_arguments, json_schema_input_type=str)]
+    arguments: Annotated[dict[str, Any] | Text, BeforeValidator(read_earlier_arguments, json_schema_input_type=str)] = {}
 
 
 class CallBody(StrictModel):
     """A call of an earlier answer, which comes back in the conversation; dumped, it is as chat templates have it."""
 
-    ignored = frozenset({"index"})  # of a stream's pieces
+    ignores_unknown = True
     id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
 class MessageBody(StrictModel):
-    """One turn of a chat."""
+    """One turn of a chat; clients send back what other services and libraries have added to an answer."""
 
-    ignored = frozenset({"annotations"})  # of an earlier answer that comes back
+    ignores_unknown = True
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: Annotated[list[CallBody], Field(max_length=32, fail_fast=True)] | None = None
     tool_call_id: CallId | None = None
@@ -184,10 +227,12 @@ class MessageBody(StrictModel):
     name: Name | None = None
     reasoning_content: Text | None = None
     reasoning: Text | None = None  # as vLLM names the same
-    # Of an answer of OpenAI's or another service's that comes back in a conversation: what says nothing is ignored.
-    refusal: None = None
+    refusal: Text | None = None
+    # What a model would have to see or do is refused.
     audio: None = None
     function_call: None = None
+    images: Annotated[list[Any], Field(max_length=0)] | None = None
+    prefix: Literal[False] | None = None
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Self:
@@ -195,26 +240,28 @@ class MessageBody(StrictModel):
             raise ValueError("tool_calls: are only the assistant's; leave them out")
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise ValueError("tool_call_id: say with a tool's result, and with nothing else, which call it is of")
-        if self.content is None and not self.tool_calls:
+        if self.content is None and self.role == "user":
             raise ValueError("content: is missing; give it")
         return self
 
     def message(self) -> Message:
         """The turn in the service's words."""
+        parts = self.content or ()
+        said, thoughts = ("".join(part.text for part in parts if part.type == kind) for kind in ("text", "thinking"))
         return Message(
             "system" if self.role == "developer" else self.role,
-            "".join(part.text for part in self.content or ()),
+            said or self.refusal or "",
             tuple(call.model_dump() for call in self.tool_calls or ()),
             self.tool_call_id,
             self.name,
-            (self.reasoning_content or self.reasoning or "") if self.role == "assistant" else "",
+            (self.reasoning_content or self.reasoning or thoughts) if self.role == "assistant" else "",
         )
 
 
 class FunctionBody(StrictModel):
     """A function that the model may call; `parameters` is the JSON schema of its arguments."""
 
-    ignored = frozenset({"strict"})  # where a call must come its arguments always have their schema
+    ignores_unknown = True  # `strict` too: where a call must come its arguments always have their schema
     name: FunctionName
     description: Text | None = None
     parameters: Schema | None = None
@@ -223,6 +270,7 @@ class FunctionBody(StrictModel):
 class ToolBody(StrictModel):
     """A tool; only functions are accepted. Dumped without None it is as chat templates have it."""
 
+    ignores_unknown = True
     type: Literal["function"]
     function: FunctionBody
 
@@ -386,10 +434,14 @@ class CompletionBody(GenerationBody):
 
 
 class EmbeddingsBody(StrictModel):
-    """`POST /v1/embeddings`."""
+    """`POST /v1/embeddings`; fields for services that cut or choose models change nothing here."""
 
-    ignored = frozenset(OF_CLIENTS.split())
+    ignores_unknown = True
     model: str | None = None
     input: Inputs
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: int | None = None
+    # What would change the vectors is refused.
+    normalize: Literal[True] | None = None
+    instruction: None = None
+    prompt_name: None = None

@@ -180,7 +180,7 @@ def test_without_chunks() -> None:
     [
         (None, [], "last one"),
         (None, [Message("user", "a"), Message("assistant", "b")], "last one"),
-        (None, [Message("system", ""), Message("user", "b")], r"messages\[0\]"),
+        (None, [Message("user", "a"), Message("user", " ")], r"messages\[1\]"),
         ("{{ messages[0].content }}", [Message("system", "a"), Message("user", "b")], "drops or repeats"),
         ("{{ raise_exception('no system') }}", [Message("user", "b")], "no system"),
     ],

@@ -103,9 +103,37 @@ def test_fields_that_change_nothing(client: httpx.Client, openai_client: openai.
         for given in (value, None):
             response = client.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1, field: given})
             assert response.status_code == 200, (field, given, response.text)
-    back = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
-    turns = [*MESSAGES, {"role": "assistant", "content": "Nothing.", **back}, *MESSAGES]
-    assert client.post("/v1/chat/completions", json={"messages": turns, "max_tokens": 1, "num_chunks": 1}).status_code == 200
+
+
+TEXT_PART = {"type": "text", "text": "Nothing."}
+BACK: dict[str, Any] = {
+    **dict.fromkeys(("refusal", "audio", "function_call", "tool_calls", "images"), None),
+    **{"annotations": [], "provider_specific_fields": {"refusal": None}, "thinking_blocks": [{"type": "thinking"}], "id": "1"},
+}
+
+
+@pytest.mark.parametrize(
+    ("turn", "same_as"),
+    [
+        ({"role": "assistant", "content": "Nothing.", **BACK}, None),
+        ({"role": "assistant", "content": [{**TEXT_PART, "cache_control": {"type": "ephemeral"}}]}, None),
+        ({"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": ""}, TEXT_PART]}, None),
+        ({"role": "assistant", "content": None, "refusal": "Nothing."}, None),
+        ({"role": "assistant", "content": [{"type": "refusal", "refusal": "Nothing."}]}, None),
+        ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""}),
+        ({"role": "system", "content": ""}, {"role": "system", "content": None}),
+    ],
+)
+def test_turns_that_come_back(client: httpx.Client, turn: dict[str, Any], same_as: dict[str, Any] | None) -> None:
+    """What services and libraries add to an answer changes nothing of the prompt, and an earlier turn may be empty."""
+
+    def prompt_tokens(own: dict[str, Any]) -> int:
+        body = {"messages": [*MESSAGES, own, *MESSAGES], "max_tokens": 1, "num_chunks": 0}
+        response = client.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200, response.text
+        return int(response.json()["usage"]["prompt_tokens"])
+
+    assert prompt_tokens(turn) == prompt_tokens(same_as or {"role": "assistant", "content": "Nothing."})
 
 
 def test_embeddings(engine: Engine, openai_client: openai.OpenAI) -> None:
@@ -118,5 +146,6 @@ def test_embeddings(engine: Engine, openai_client: openai.OpenAI) -> None:
         assert [one.index for one in answer.data] == [0, 1, 2]
         np.testing.assert_allclose(np.array([one.embedding for one in answer.data]), expected, rtol=1e-6)
         assert answer.usage.prompt_tokens > len(texts)
-    one = openai_client.embeddings.create(model=name, input=QUESTION)
+    unknown = {"drop_params": True, "truncate": True, "input_type": "query", "dimensions": None}
+    one = openai_client.embeddings.create(model=name, input=QUESTION, extra_body=unknown)
     np.testing.assert_allclose(one.data[0].embedding, expected[0], rtol=1e-6)

@@ -98,11 +98,12 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
     (messages(), "messages: must have at least 1 item"),
     (messages({"role": "tool", "content": "x"}), "messages.0: tool_call_id: say with a tool's result"),
     (messages(USER, {"role": "tool", "tool_call_id": "1", "content": "x"}), "messages[1]: the model's chat template"),
-    *((messages({"role": role, "content": "x"}), "messages.0.role: must be") for role in ("function", "", None)),
-    (messages({"content": "x"}), "messages.0.role: is missing"),
+    *((messages({"role": role, "content": "x"}), "messages.0.role: must be") for role in ("function", "")),
+    *((messages({**role, "content": "x"}), "messages.0.role: is missing") for role in ({}, {"role": None})),
     (messages({"role": "user"}), "messages.0: content: is missing"),
     (messages({"role": "user", "content": []}), "messages[0].content is empty"),
-    (messages({"role": "assistant", "content": ""}, USER), "messages[0].content is empty"),
+    (messages({**USER, "images": ["x"]}), "messages.0.images: must have at most 0 items"),
+    (messages({"role": "assistant", "content": "x", "prefix": True}, USER), "messages.0.prefix: must be False"),
     (
         messages({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
         "messages.0.content.0.type: this service reads only text; leave the part out",
@@ -112,7 +113,7 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
     (messages({**USER, "tool_calls": [{}]}), "messages.0.tool_calls.0.id: is missing"),
     (messages({**USER, "tool_calls": [CALL]}), "messages.0: tool_calls: are only the assistant's"),
     (
-        messages({"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[]"}}]}, USER),
+        messages({"role": "assistant", "tool_calls": [called(arguments="x" * 70_000) | {"id": "1"}]}, USER),
         "messages.0.tool_calls.0.function.arguments: must be the JSON of an object",
     ),
 ]
@@ -127,6 +128,7 @@ OTHER_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (EMBEDDINGS, {"input": [1, 2]}, "check_embedding_ctx_length=False"),
     (EMBEDDINGS, {"input": "x", "dimensions": 7}, "dimensions"),
     (EMBEDDINGS, {"input": "x", "model": "text-embedding-3-small"}, "use 'tiny'"),
+    (EMBEDDINGS, {"input": "x", "normalize": False}, "normalize: must be True"),
     (EMBEDDINGS, {"input": "x", "encoding_format": "hex"}, "encoding_format: must be 'float' or 'base64'"),
     (UPLOADS, {"documents": 5}, "documents: must be a valid list"),
     (UPLOADS, {"documents": [{"id": "a", "text": "x"}, {"id": "a", "text": "y"}]}, "different texts"),
@@ -276,7 +278,7 @@ def test_wrong_documents(client: httpx.Client) -> None:
     """A document that cannot be used is refused, with its whole call, and as a question's own; an unknown one is not found."""
     good = {"id": "good", "text": "good words"}
     texts: list[object] = ["", " \n", None, 7, ["x"], "\ud800"]
-    others: list[object] = [{"id": id_, "text": "x"} for id_ in ("", 7, "\udfff")]
+    others: list[object] = [{"id": id_, "text": "x"} for id_ in ("", True, "\udfff")]
     others += [{"id": "x", "title": title, "text": "x"} for title in ({}, "\ud800")]
     for document in [*({"text": text} for text in texts), *others, "x", None, []]:
         error = refused(client.post(UPLOADS, content=json.dumps({"documents": [good, document]}), headers=JSON))
