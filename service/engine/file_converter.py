@@ -1,9 +1,8 @@
 """Conversion of PDF, Office, HTML and EPUB files to text, in a process of its own with bounds of time, memory and size.
 
-The files are untrusted, and their parsers are large. A process that hangs or swells is killed, and only its file is lost. It
-has none of the service's environment, and refuses Python's own calls for the network and for other programs (`_confine`). That
-bounds a parser, not code that has taken it over: such code can do what the service's user can. The process speaks JSON lines:
-a path comes in, the parts of its text or an error go out.
+The files are untrusted, and their parsers are large. A process without the service's environment imports the parsers, and is
+forked for each file; the fork is confined (`confinement.py`), writes the parts of the text or an error as JSON into a pipe, and
+ends. One that hangs or swells is killed, and only its file is lost; what has taken over one reads no other file.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ import json
 import logging
 import os
 import re
-import resource
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,12 +22,16 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from cacheblend.base.errors import InputError, MissingExtraError
 
+from .confinement import confine
+
+logger = logging.getLogger(__name__)
 EXTRA = "documents"
 PAGE_SUFFIX = ".webpage"  # of a page that was fetched: its text is taken without its menus
 ZIPPED_SUFFIXES = (".docx", ".pptx", ".xlsx", ".epub")
@@ -42,10 +46,11 @@ MAX_UNPACKED_BYTES = 512 * 2**20  # of an archive's members, as its directory sa
 MAX_MEMBERS = 20_000
 MAX_CHARACTERS = 32 * 2**20  # of all that comes out of a file
 MAX_CACHED_CHARACTERS = 64 * 2**20  # of what is kept between counting and ingesting
-MAX_MEMORY_BYTES = 2**30  # of address space, of which the libraries take 0.3 GiB
 TIMEOUT_S = 120.0  # a file, with the start of the process
 CHECK_EVERY_S = 0.1  # while a file is converted
 READ_BYTES = 2**20  # of an answer at once
+MAX_ANSWER_BYTES = 12 * MAX_CHARACTERS + 2**24  # two escapes of JSON a character
+MAX_PATH_BYTES = 2**15  # as JSON
 TOO_MUCH_MEMORY = "needs more memory than a file may have"
 CONVERTING = threading.Lock()  # one conversion at a time in all, since each may take the memory of one
 
@@ -69,6 +74,7 @@ class FileConverter:
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._paths: socket.socket
         self._cache = dict[tuple[str, int, int], list[TextPart]]()
         self._cached_characters = 0
 
@@ -93,6 +99,8 @@ class FileConverter:
             answer = self._ask(path, check)
         finally:
             CONVERTING.release()
+        if lacks := answer.get("lacks"):
+            _warn_of(*lacks)
         if missing := answer.get("missing"):
             raise MissingExtraError(missing, EXTRA)
         if error := answer.get("error"):
@@ -107,36 +115,40 @@ class FileConverter:
         return parts
 
     def _ask(self, path: Path, check: Callable[[], None]) -> dict[str, Any]:
-        process = self._process
-        if process is None or process.poll() is not None:
+        if self._process is None or self._process.poll() is not None:
             self.close()
-            process = self._process = subprocess.Popen(
-                [sys.executable, "-m", "cacheblend.service.engine.file_converter"],
-                env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},  # no keys, no passwords
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                bufsize=0,
-            )
-        assert process.stdin is not None
-        assert process.stdout is not None
+            self._paths, theirs = socket.socketpair()
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "cacheblend.service.engine.file_converter"],
+                    env={
+                        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                        "OMP_NUM_THREADS": "1",
+                    },  # no keys, no passwords
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,  # libraries print
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # it and its fork are killed together
+                )
         answer, late_at, is_late = bytearray(), time.monotonic() + self._timeout_s, False
+        reading, writing = os.pipe()
         try:
-            with suppress(BrokenPipeError):
-                process.stdin.write(json.dumps(str(path.resolve())).encode() + b"\n")
-            while not answer.endswith(b"\n") and not (is_late := time.monotonic() >= late_at):
-                if not wait([process.stdout], CHECK_EVERY_S):  # type: ignore[list-item]  # whatever has a file descriptor
-                    check()
-                elif part := os.read(process.stdout.fileno(), READ_BYTES):
-                    answer += part
-                else:
-                    break
+            with open(reading, "rb", buffering=0) as answers:
+                with open(writing, "wb"), suppress(BrokenPipeError):
+                    socket.send_fds(self._paths, [json.dumps(str(path.resolve())).encode()], [writing])
+                while len(answer) <= MAX_ANSWER_BYTES and not (is_late := time.monotonic() >= late_at):
+                    if not wait([reading], CHECK_EVERY_S):
+                        check()
+                    elif part := answers.read(READ_BYTES):
+                        answer += part
+                    elif answer.endswith(b"\n"):
+                        found: dict[str, Any] = json.loads(answer)
+                        return found
+                    else:
+                        break
         except BaseException:
             self.close()
             raise
-        if answer.endswith(b"\n"):
-            found: dict[str, Any] = json.loads(answer)
-            return found
         self.close()
         if is_late:
             return {"error": f"not read within {self._timeout_s:g} s; split it, or save it as text"}
@@ -146,10 +158,16 @@ class FileConverter:
     def close(self) -> None:
         """End the process."""
         if self._process is not None:
-            self._process.kill()
-            with suppress(BrokenPipeError):
-                self._process.communicate()
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._paths.close()
             self._process = None
+
+
+@cache
+def _warn_of(*lacks: str) -> None:
+    logger.warning("files are read with less confinement than Linux has (docs/documents.md), for want of %s", "; ".join(lacks))
 
 
 def join_short_parts(parts: Sequence[TextPart]) -> list[TextPart]:
@@ -258,40 +276,35 @@ def _answer(path: Path) -> dict[str, Any]:
     return {"parts": parts}
 
 
-def _confine() -> None:
-    """Refuse what no document needs: Python's calls for the network and other programs, bytes in files, more memory."""
-
-    def refuse(event: str, _: tuple[object, ...]) -> None:
-        if event in ("socket.connect", "socket.getaddrinfo", "socket.sendto", "os.system", "os.exec", "subprocess.Popen"):
-            raise PermissionError(f"{event}: a document asked for what it may not have")
-
-    with suppress(OSError):  # Linux: where memory is short, this process goes, not the service
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    with suppress(ValueError, OSError):  # as a system has them
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    sys.addaudithook(refuse)
-
-
 def main() -> None:
-    """Answer a path a line until there are no more."""
-    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # libraries print
+    """Fork for each path that comes, until no more come; its answer goes into the pipe that came with it."""
     logging.disable()
-    # Before the bounds: what these need to begin is not of a document.
-    for name in ("markitdown", "trafilatura"):
+    for name in ("markitdown", "trafilatura", "pypdf"):  # before the bounds: what these need to begin is not of a document
         with suppress(ModuleNotFoundError):
             importlib.import_module(name)
-    _confine()
-    refused = json.dumps({"error": f"{TOO_MUCH_MEMORY}; split it"})
-    for line in sys.stdin:
-        try:
-            answer = json.dumps(_answer(Path(json.loads(line))))
-        except MemoryError:  # also of what makes the answer of the parts
-            answer = refused
-        answers.write(answer + "\n")
-        answers.flush()
+    with suppress(OSError):  # Linux: where memory is short, these processes go, not the service
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    with socket.socket(fileno=0) as paths:
+        while (came := socket.recv_fds(paths, MAX_PATH_BYTES, 1))[1]:
+            path, (writing,) = Path(json.loads(came[0])), came[1]
+            if not os.fork():
+                try:
+                    paths.close()
+                    with open(writing, "w", encoding="ascii") as answers:
+                        answers.write(_confined_answer(path) + "\n")
+                finally:
+                    os._exit(0)
+            os.close(writing)
+            os.wait()
+
+
+def _confined_answer(path: Path) -> str:
+    """The answer of a process that ends with it, as JSON."""
+    lacks = confine(path)
+    try:
+        return json.dumps({**_answer(path), "lacks": lacks})
+    except MemoryError:  # also of what makes the answer of the parts
+        return json.dumps({"error": f"{TOO_MUCH_MEMORY}; split it"})
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ import gzip
 import io
 import json
 import signal
-import socket
-import subprocess
 import sys
 import tracemalloc
 import zipfile
@@ -343,32 +341,6 @@ def test_a_folder_without_documents_says_what_is_in_it(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(InputError, match="no documents to ingest; give at least one"):
         DocumentStream([str(tmp_path / "empty.jsonl")]).measure()
-
-
-CONFINED = """
-import json, socket, subprocess, sys
-from cacheblend.service.engine.file_converter import _confine
-_confine()
-refused = []
-tries = [lambda: socket.create_connection(("127.0.0.1", int(sys.argv[1]))), lambda: subprocess.run(["true"]),
-         lambda: open(sys.argv[2], "w").write("x" * 9999)]
-for attempt in tries:
-    try:
-        attempt()
-    except OSError as error:
-        refused.append(type(error).__name__)
-print(json.dumps(refused))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the bounds of Linux")
-def test_the_process_has_no_network_and_writes_nothing(tmp_path: Path) -> None:
-    """What reads a document reaches no server, though it listens, starts no program and leaves no bytes in a file."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        arguments = [sys.executable, "-c", CONFINED, str(server.getsockname()[1]), str(tmp_path / "out")]
-        result = subprocess.run(arguments, capture_output=True, text=True, check=True)
-    assert json.loads(result.stdout) == ["PermissionError", "PermissionError", "OSError"]
-    assert (tmp_path / "out").stat().st_size == 0
 
 
 def test_links_out_of_a_folder_are_not_followed(tmp_path: Path) -> None:
