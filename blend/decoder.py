@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from .prompt import FusionResult
 
 IMPLEMENTATION = "cacheblend"
-# Rows in one attention call of layer 0, which is fastest in one call from position 0 on.
-ROWS_AT_ONCE = 4096
+ROWS_AT_ONCE = 4096  # in one attention call; layer 0 is fastest in one from position 0 on
 
 
 class _Thread(threading.local):
@@ -115,12 +114,14 @@ class Decoder:
 
     Attributes:
         anatomy: what each layer caches, rotates and reads.
+        rows_at_once: rows in one attention call.
 
     Raises:
         UnblendableError: what a layer does with its KV cannot be found out.
     """
 
     anatomy: list[LayerAnatomy]
+    rows_at_once = ROWS_AT_ONCE
 
     def __init__(self, model: PreTrainedModel) -> None:
         _register_attention()
@@ -334,7 +335,7 @@ class Decoder:
     ) -> torch.Tensor:
         pieces: list[torch.Tensor] = []
         anatomy = self.anatomy[layer]
-        for piece in rows.split(ROWS_AT_ONCE):
+        for piece in rows.split(self.rows_at_once):
             done = sum(part.shape[1] for part in pieces)
             layer_pass = RowsPass(layer_kv, piece, self.windows[anatomy.source], anatomy, scatter=scatter)
             cos_sin_S = (cos_sin_N[0][:, piece.on_device_S], cos_sin_N[1][:, piece.on_device_S])

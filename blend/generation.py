@@ -26,9 +26,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cacheblend.store import LayerPair
 
-from . import interfaces
 from .attention import HeadRows
 from .compiled_file import function, load_or_warn
+from .interfaces import GROWTH_TOKENS, KVGeometry, empty_layer
 from .layer_passes import CachePass, scores_of
 from .prompt import FusionResult
 
@@ -47,9 +47,14 @@ class SequenceLayerKV:
     """
 
     def __init__(
-        self, k_HKD: torch.Tensor, v_HKD: torch.Tensor, window: int | None, memory_21HCD: torch.Tensor | None = None
+        self,
+        k_HKD: torch.Tensor,
+        v_HKD: torch.Tensor,
+        window: int | None,
+        memory_21HCD: torch.Tensor | None = None,
+        growth_tokens: int = GROWTH_TOKENS,
     ) -> None:
-        self._window = window
+        self._window, self._growth_tokens = window, growth_tokens
         if memory_21HCD is None:
             self._move(k_HKD, v_HKD)
         else:
@@ -85,8 +90,8 @@ class SequenceLayerKV:
         used, kv = k_HKD.shape[1], list[torch.Tensor]()
         for x_HKD in (k_HKD, v_HKD):
             heads, _, size = x_HKD.shape
-            shape = (heads, used + interfaces.GROWTH_TOKENS, size)
-            kv.append(interfaces.empty_layer(shape, x_HKD.dtype, x_HKD.device))
+            shape = (heads, used + self._growth_tokens, size)
+            kv.append(empty_layer(shape, x_HKD.dtype, x_HKD.device))
             kv[-1][:, :used] = x_HKD
         self._hold(kv, used)
 
@@ -99,10 +104,10 @@ class SequenceLayerKV:
 class SequenceKV:
     """One sequence's KV, with room to grow: in the prompt's buffers, or in a copy if another sequence uses that room.
 
-    The prompt's cache is not changed. `windows` are those of `ModelRunner`.
+    The prompt's cache is not changed. `windows` are those of `ModelRunner`; a copy has room for `growth_tokens` more.
     """
 
-    def __init__(self, fused: FusionResult, windows: Sequence[int | None]) -> None:
+    def __init__(self, fused: FusionResult, windows: Sequence[int | None], growth_tokens: int = GROWTH_TOKENS) -> None:
         self.tokens = int(fused.cache.get_seq_length())
         every: list[Any] = fused.cache.layers
         layers = [layer for layer in every if layer.keys is not None]  # others keep none
@@ -110,7 +115,7 @@ class SequenceKV:
         if self.tokens == len(fused.token_ids):  # else tokens were generated already, and the cache is in other memory
             memory = fused.take_memory() or memory
         self.layers = [
-            SequenceLayerKV(layer.keys[0], layer.values[0], window, memory_21HCD)
+            SequenceLayerKV(layer.keys[0], layer.values[0], window, memory_21HCD, growth_tokens)
             for layer, window, memory_21HCD in zip(layers, windows, memory, strict=True)
         ]
 
@@ -224,7 +229,7 @@ class DecodeKernel:
         return out_1RQD
 
 
-def decode_kernel(geometry: interfaces.KVGeometry, query_heads: int, layer: int = 0) -> DecodeKernel | None:
+def decode_kernel(geometry: KVGeometry, query_heads: int, layer: int = 0) -> DecodeKernel | None:
     """The kernel for a layer's shape, compiled at its first use; None if PyTorch's attention runs instead."""
     kv_heads, head_dim = geometry.heads(layer)
     groups = query_heads // kv_heads

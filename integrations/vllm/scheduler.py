@@ -25,9 +25,6 @@ from cacheblend.store import ChunkKey
 logger = logging.getLogger(__name__)
 PARAMS_KEY = "cacheblend"  # in vLLM's `kv_transfer_params`, of a request and of its answer
 TOKENS = ("hit_tokens", "missed_tokens", "recomputed_tokens")  # counts of a blend that are no requests
-# A blend is worth it where it runs no more than this share of the rows that vLLM's own prefill would: beside rows it copies,
-# rotates and writes KV, and a request that is left to vLLM shares its blocks with others.
-LARGEST_SHARE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +116,12 @@ class BlendScheduler:
     """Decides on arrival and at scheduling, and keeps what the answers tell.
 
     `stored` looks keys up and reads no KV; `ratio` is for requests that name none, `block_size` the tokens of a block hash,
-    `prefix_tokens` those of the longest prefix whose KV the workers hold.
+    `prefix_tokens` those of the longest prefix whose KV the workers hold. A blend is worth it where it runs no more than
+    `largest_share` of the rows that vLLM's own prefill would: beside rows it copies, rotates and writes KV, and a request that
+    is left to vLLM shares its blocks with others.
     """
+
+    largest_share = 0.75
 
     def __init__(
         self,
@@ -166,7 +167,7 @@ class BlendScheduler:
         found = prompt.by_chunk(self._stored(prompt.keys))
         missed = [chunk for chunk, is_stored in zip(prompt.chunks, found, strict=True) if is_stored is False]
         reused = sum(len(chunk.token_ids) for chunk, is_stored in zip(prompt.chunks, found, strict=True) if is_stored)
-        if not reused or _rows(prompt, ratio, reused) > LARGEST_SHARE * len(prompt):
+        if not reused or _rows(prompt, ratio, reused) > self.largest_share * len(prompt):
             self._missed += missed
             return "not_stored" if missed else "not_worth_it"
         first = len(prompt.prefix) // self._block_size
@@ -190,7 +191,7 @@ class BlendScheduler:
         # What vLLM's prefix cache leaves to compute; a prefix that is not too long is in the workers' memory then, too.
         held = min(computed, len(prompt.prefix)) if len(prompt.prefix) <= self._prefix_tokens else 0
         reused = sum(len(chunk.token_ids) for chunk in prompt.chunks if chunk.key is not None)
-        if _rows(prompt, marked.job.ratio, reused) - held > LARGEST_SHARE * (len(prompt) - computed):
+        if _rows(prompt, marked.job.ratio, reused) - held > self.largest_share * (len(prompt) - computed):
             if not marked.report:
                 marked.report = {"blended": True, "reason": "prefix_cache", "cached_tokens": computed}
             return 0

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from .prompt import PromptChunk
 
 logger = logging.getLogger(__name__)
-MAX_WAITING = 256  # missed chunks; beyond them the longest queue loses its last, which a later request misses again
-POSTPONE_S = 1.0  # a precompute gives way to running requests for so long at least,
-POSTPONE_TIMES = 9  # and for so many times what the last one took: beside them it has a tenth of the time
+POSTPONE_TIMES = 9  # of the seconds that the last precompute took: beside running requests it has a tenth of the time
 REMEMBERED_MISSES = 8192  # keys; two misses further apart than so many others count as two first ones
 
 
@@ -42,7 +40,14 @@ class BackgroundPrecompute:
         store: where it goes.
         documents: the ingested documents.
         foreground: the requests of this model, which come first.
+
+    Attributes:
+        max_waiting: missed chunks; beyond them the longest queue loses its last, which a later request misses again.
+        postpone_s: seconds for which a precompute gives way to running requests at least.
     """
+
+    max_waiting = 256
+    postpone_s = 1.0
 
     def __init__(self, encoder: ChunkEncoder, store: KVStore, documents: Retriever, foreground: Foreground) -> None:
         self._encoder, self._store, self._documents, self._foreground = encoder, store, documents, foreground
@@ -65,7 +70,7 @@ class BackgroundPrecompute:
             if key is None or self._closed or not self._is_worth(key, len(chunk.token_ids)):
                 return
             self._queues.setdefault(key.namespace, OrderedDict()).setdefault(key, chunk)
-            if sum(map(len, self._queues.values())) > MAX_WAITING:
+            if sum(map(len, self._queues.values())) > self.max_waiting:
                 namespace, longest = max(reversed(self._queues.items()), key=lambda queue: len(queue[1]))
                 longest.popitem()
                 if not longest:
@@ -110,7 +115,7 @@ class BackgroundPrecompute:
             # 1. Wait for a miss, and for a pause between requests.
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._queues)
-            self._foreground.wait_for_pause(max(POSTPONE_S, POSTPONE_TIMES * self._took_s), lambda: self._closed)
+            self._foreground.wait_for_pause(max(self.postpone_s, POSTPONE_TIMES * self._took_s), lambda: self._closed)
             # 2. Take the next namespace's next chunk; the namespace goes to the end of the queue.
             with self._changed:
                 if self._closed:

@@ -105,12 +105,12 @@ def test_ratio_one_holds_whatever_the_segments(parts: list[tuple[int, str]], que
     assert_full_prefill(fusor, fused)
 
 
-def test_rows_in_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_in_pieces_change_nothing() -> None:
     """A layer that runs its rows a few at a time, as long prompts do, gives what it gives at once."""
     fusor = Fusor(tiny_model("gemma2"))
     segments = rag_prompt(fusor)
     whole = fusor.fuse(segments, FusionConfig(recompute_ratio=0.4))
-    monkeypatch.setattr("cacheblend.blend.decoder.ROWS_AT_ONCE", 10)
+    fusor.decoder.rows_at_once = 10
     pieces = fusor.fuse(segments, FusionConfig(recompute_ratio=0.4))
     assert float((whole.logits - pieces.logits).abs().max()) <= 1e-5
     assert largest_difference(whole.cache, pieces.cache) <= 1e-5

@@ -12,16 +12,15 @@ import pytest
 import torch
 from chunks import MODEL
 
-from cacheblend.base.memory import BufferPool
 from cacheblend.store import ChunkKey, ChunkKV, entry_file
 from cacheblend.store.entry import BLOCK_BYTES, EncodedEntry, pack_header
 from cacheblend.store.entry_file import EntryFile, NewFile, write_files
 
 
-def make_entry(tokens: int, layers: int = 2) -> EncodedEntry:
-    """An entry of so many tokens, 64 bytes each in every layer."""
+def make_entry(tokens: int, layers: int = 2, size: int = 8) -> EncodedEntry:
+    """An entry of so many tokens, eight times `size` bytes each in every layer."""
     generator = torch.Generator().manual_seed(tokens)
-    kv = [tuple(torch.randn(1, tokens, 8, generator=generator) for _ in "kv") for _ in range(layers)]
+    kv = [tuple(torch.randn(1, tokens, size, generator=generator) for _ in "kv") for _ in range(layers)]
     ids = list(range(tokens))
     return EncodedEntry.from_chunk(ChunkKey.of(ids, model=MODEL), ChunkKV(kv, ids, (), MODEL))
 
@@ -76,12 +75,11 @@ def test_synced_before_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert calls == ["fsync"] * 3 + ["replace"] * 3 + ["fsync"]
 
 
-@pytest.mark.parametrize(("tokens", "pieces"), [(97, 1), (128, 2)])
+@pytest.mark.parametrize(("tokens", "size", "pieces"), [(97, 8, 1), (128, 8192, 2)])
 @pytest.mark.parametrize("direct", [False, True])
-def test_memory_is_whole_blocks(tmp_path: Path, monkeypatch, direct: bool, tokens: int, pieces: int) -> None:
+def test_memory_is_whole_blocks(tmp_path: Path, direct: bool, tokens: int, size: int, pieces: int) -> None:
     """What is encoded, and what is read again, can be written past the page cache from where it is."""
-    monkeypatch.setattr("cacheblend.store.entry.PIECE_BYTES", 1)
-    entry = make_entry(tokens)
+    entry = make_entry(tokens, size=size)
     file = new_file(tmp_path, entry)
     write_files([file])
     with EntryFile.open(file.final, str(entry.info.key), direct=direct) as opened:
@@ -92,17 +90,14 @@ def test_memory_is_whole_blocks(tmp_path: Path, monkeypatch, direct: bool, token
         check_memory(one)
 
 
-def test_memory_of_an_entry_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_an_entry_is_used_again(tmp_path: Path) -> None:
     """What an entry leaves, another of its size takes, with zeros after its last layer; two at once share nothing."""
-    pool = BufferPool(2**20, slack=9 / 8)
-    monkeypatch.setattr("cacheblend.store.entry.PIECES", pool)
-    monkeypatch.setattr("cacheblend.store.entry.HUGE_PAGE_BYTES", 1)
-    left = make_entry(5)
+    left = make_entry(99, size=4001)
     address, size = left.pieces[0].ctypes.data, len(left.pieces[0])
     for piece in left.pieces:
         piece[:] = 255
     del left, piece
-    first, second = make_entry(5), make_entry(5)
+    first, second = make_entry(99, size=4001), make_entry(99, size=4001)
     assert first.pieces[0].ctypes.data == address != second.pieces[0].ctypes.data
     assert len(first.pieces[0]) == size
     for entry in (first, second):

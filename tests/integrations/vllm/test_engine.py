@@ -38,12 +38,6 @@ QUESTION = [DRAW.randrange(2, VOCAB) for _ in range(9)]
 MIXED_REQUESTS = int(os.environ.get("MIXED_REQUESTS", "60"))  # CI's; by hand as many as one likes
 
 
-@pytest.fixture(autouse=True)
-def _blend_what_is_no_gain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts so short are not worth it."""
-    monkeypatch.setattr("cacheblend.integrations.vllm.scheduler.LARGEST_SHARE", 9.0)
-
-
 @pytest.fixture
 def served(make_model: MakeModel, open_served: OpenServed) -> Iterator[Served]:
     """An engine that has stored the chunks' KV."""

@@ -167,12 +167,6 @@ def check_exact(served: Any) -> None:
     assert blended > 1e-3
 
 
-@pytest.fixture(autouse=True)
-def _blend_what_is_no_gain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts so short are not worth it."""
-    monkeypatch.setattr("cacheblend.integrations.vllm.scheduler.LARGEST_SHARE", 9.0)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ratio_one_is_vllms_own(family: str, tmp_path: Path, open_served: OpenServed) -> None:
     """Blending at ratio 1.0 gives vLLM's own tokens, whatever a family's layers cache."""

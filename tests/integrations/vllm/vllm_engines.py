@@ -99,7 +99,10 @@ def open_engine(
     llm: Any = None
     try:
         llm = LLM(str(folder), dtype=dtype, **{**settings, **options})
-        yield Served(llm, store or Path())
+        served = Served(llm, store or Path())
+        if store is not None:
+            served.scheduler.connector._scheduler.largest_share = 9.0  # the tests' short prompts are not worth a blend
+        yield served
     finally:  # after one that is refused, too
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()

@@ -3,40 +3,51 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from command_line import CommandLine
 
+from cacheblend.cli import terminal
 from cacheblend.service import Engine
 from cacheblend.service.engine.ingest import IngestReport
 
 
-def test_an_ingest_says_what_it_takes(run: CommandLine, passages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """KV a token and disk are said first; much is asked about, refused where nobody can be asked, and done with --yes."""
+@pytest.fixture
+def much(tmp_path: Path) -> str:
+    """A file whose KV needs more disk than is used unasked."""
+    path = tmp_path / "much.txt"
+    path.write_text("words of a long text, in a line\n" * 240_000)
+    return str(path)
+
+
+def test_an_ingest_says_what_it_takes(run: CommandLine, passages: Path, much: str) -> None:
+    """KV a token and disk are said first; much is asked about, and refused where nobody can be asked."""
     said = run.on_store("ingest", str(passages)).err
     assert "kB a token (raw): about" in said
     assert str(run.store) in said
     assert "1 file read: 3 documents, as a page" in said
     small = run.on_store("ingest", str(passages), "--nvme-budget-bytes", "200000").err
     assert "what does not fit is evicted: give --kv-cache-dtype int8 or int4" in small
-    monkeypatch.setattr("cacheblend.cli.ingest.ASK_FROM_BYTES", 0)
     run.store = run.store.with_name("other")
-    refused = run.on_store("ingest", str(passages))
+    refused = run.on_store("ingest", much)
     assert (refused.code, "give --yes" in refused.err) == (2, True)
     assert not (run.store / "kv").exists(), "nothing was begun"
-    assert run.on_store("ingest", str(passages), "--yes").code == 0
-    assert run.on_store("ingest", str(passages)).code == 0, "what is stored already is not asked about"
 
 
-def test_an_ingest_on_ray_says_what_it_takes(run: CommandLine, passages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With --ray too, disk and KV are said, by the model's config, and much is asked about."""
+def test_an_ingest_on_ray_says_what_it_takes(
+    run: CommandLine, passages: Path, much: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --ray too, disk and KV are said, by the model's config, and much is asked about without --yes."""
     begun: list[object] = []
 
     def distributed(*arguments: object, **_: object) -> IngestReport:
@@ -50,9 +61,13 @@ def test_an_ingest_on_ray_says_what_it_takes(run: CommandLine, passages: Path, m
     estimate = next(line for line in here.splitlines() if "kB a token" in line)
     run.store = run.store.with_name("other")
     assert estimate.partition(", ")[0] in run.on_store("ingest", str(passages), "--ray", "local").err
-    monkeypatch.setattr("cacheblend.cli.ingest.ASK_FROM_BYTES", 0)
-    refused = run.on_store("ingest", str(passages), "--ray", "local")
+    refused = run.on_store("ingest", much, "--ray", "local")
     assert (refused.code, "give --yes" in refused.err, len(begun)) == (2, True, 1)
+    assert run.on_store("ingest", much, "--ray", "local", "--yes").code == 0
+    (run.store / "kv").mkdir(parents=True)
+    with (run.store / "kv" / "entry").open("wb") as stored:
+        stored.truncate(20 * 2**30)
+    assert run.on_store("ingest", much, "--ray", "local").code == 0, "what is stored already is not asked about"
 
 
 def test_a_folder_with_bad_files(run: CommandLine, tmp_path: Path) -> None:
@@ -92,21 +107,35 @@ def test_watching_ends_at_sigterm(run: CommandLine, tmp_path: Path, monkeypatch:
     """
     pytest.importorskip("watchfiles", reason="needs the extra rag")
     monkeypatch.chdir(tmp_path)
-    folder, record = tmp_path / "notes", run.store / "watched.json"
+    folder, notes, written = tmp_path / "notes", SimpleQueue[str](), 1
     folder.mkdir()
+    (folder / "0.txt").write_text("The news of day 0 are short.")
     for name in ("bad.txt", "worse.txt"):
         (folder / name).write_bytes(b"")
+    note = terminal.note
+    monkeypatch.setattr(terminal, "note", lambda text: (note(text), notes.put(text)))
+
+    def new_documents(timeout_s: float) -> int:
+        """Documents that the next note says are new; the command has counted them by then."""
+        with suppress(Empty):
+            found = re.search(r"(\d+) new", notes.get(timeout=timeout_s))
+            return int(found[1]) if found else 0
+        return 0
 
     def change_and_stop() -> None:
+        nonlocal written
         try:
-            (folder / "0.txt").write_text("The news of day 0 are short.")
-            for number in range(1, 200):
-                (folder / f"{number}.txt").write_text(f"The news of day {number} are short.")
-                if record.exists() and '"1.txt"' in record.read_text():
-                    (folder / "bad.txt").write_text("It is mended.")
-                    if '"bad.txt": "' in record.read_text():
-                        break
-                time.sleep(0.2)
+            while not notes.get(timeout=60).startswith("watching"):
+                pass
+            found, until = 1, time.monotonic() + 60
+            while found == 1 and time.monotonic() < until:  # what comes before the watch begins is found by its next look
+                (folder / f"{written}.txt").write_text(f"The news of day {written} are short.")
+                written += 1
+                found += new_documents(1)
+            (folder / "bad.txt").write_text("It is mended.")
+            written += 1
+            while found < written and time.monotonic() < until:
+                found += new_documents(1)
         finally:
             end_by_sigterm()
 
@@ -119,8 +148,8 @@ def test_watching_ends_at_sigterm(run: CommandLine, tmp_path: Path, monkeypatch:
     assert "stopped watching" in ended.err
     assert ended.err.count("worse.txt") == 1
     assert [Path(name).name for name in ended.json["faults"]] == ["worse.txt"]
-    assert ended.json["added"] >= 2
-    assert len(run("documents", "ls", "--store-dir", str(run.store), "--json").json["documents"]) == ended.json["added"]
+    assert ended.json["added"] == written >= 3
+    assert len(run("documents", "ls", "--store-dir", str(run.store), "--json").json["documents"]) == written
     refused = run.on_store("ingest", str(folder / "0.txt"), "--watch")
     assert (refused.code, "--watch follows folders" in refused.err) == (2, True)
 

@@ -122,7 +122,7 @@ def test_a_failing_precompute(engine: Engine, monkeypatch: pytest.MonkeyPatch, c
 
 def test_precomputes_give_way_to_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a request runs no missed chunk is computed, not its own either; when it is done, or has failed, they are."""
-    monkeypatch.setattr("cacheblend.service.engine.background_precompute.POSTPONE_S", 60.0)
+    engine.background.postpone_s = 60.0
     missing = key_of(engine, ask(engine).chunks[0].chunk)
     decoder = engine.fusor.decoder
     decode, pause, seen = decoder.decode, threading.Event(), []
@@ -147,12 +147,10 @@ def test_precomputes_give_way_to_requests(engine: Engine, monkeypatch: pytest.Mo
     wait_until(lambda: missing in engine.store)
 
 
-def test_precomputes_give_way_to_requests_of_all_engines(
-    open_ingested: OpenEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_precomputes_give_way_to_requests_of_all_engines(open_ingested: OpenEngine, tmp_path: Path) -> None:
     """Of engines that share a model one's missed chunks wait while another one's request runs."""
-    monkeypatch.setattr("cacheblend.service.engine.background_precompute.POSTPONE_S", 60.0)
     one = open_ingested()
+    one.background.postpone_s = 60.0
     other = open_ingested(store_dir=tmp_path / "other", foreground=one.foreground)
     missing = key_of(one, ask(one).chunks[0].chunk)
     one.store.delete(missing)
@@ -164,9 +162,9 @@ def test_precomputes_give_way_to_requests_of_all_engines(
     assert missing in one.store
 
 
-def test_precomputes_do_not_wait_for_ever(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precomputes_do_not_wait_for_ever(engine: Engine) -> None:
     """Requests that never pause postpone the precompute of a missed chunk for a while only."""
-    monkeypatch.setattr("cacheblend.service.engine.background_precompute.POSTPONE_S", 0.01)
+    engine.background.postpone_s = 0.01
     missing = key_of(engine, ask(engine).chunks[0].chunk)
     engine.store.delete(missing)
     with engine.foreground:
@@ -175,9 +173,8 @@ def test_precomputes_do_not_wait_for_ever(engine: Engine, monkeypatch: pytest.Mo
         assert missing in engine.store
 
 
-def test_a_full_store_takes_the_second_miss(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where another entry would be evicted, a chunk is computed when it is missed again, if not too many were missed since."""
-    monkeypatch.setattr("cacheblend.service.engine.background_precompute.REMEMBERED_MISSES", 2)
+def test_a_full_store_takes_the_second_miss(open_engine: OpenEngine) -> None:
+    """Where another entry would be evicted, a chunk is computed when it is missed again."""
     with open_engine() as engine:
         engine.ingest(DOCUMENTS)
         nvme_bytes = engine.store.stats().nvme.bytes
@@ -188,7 +185,7 @@ def test_a_full_store_takes_the_second_miss(open_engine: OpenEngine, monkeypatch
         engine.drain()
         return found
 
-    assert [misses(word) for word in ("once", "else", "then", "once")] == [1, 1, 1, 1]
+    assert [misses(word) for word in ("once", "else", "then")] == [1, 1, 1]
     assert engine.store.stats().nvme.evictions == 0
     assert [misses("once"), misses("once")] == [1, 0]
     assert engine.store.stats().nvme.evictions == 1
@@ -201,7 +198,7 @@ def test_a_miss_of_a_document_that_is_gone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, change: str, when: str, salt: str
 ) -> None:
     """What a request missed of a document that is deleted or replaced before it is computed, or meanwhile, is not stored."""
-    monkeypatch.setattr("cacheblend.service.engine.background_precompute.POSTPONE_S", 60.0)
+    engine.background.postpone_s = 60.0
     document, precompute_document = str(DOCUMENTS[0]["id"]), engine.fusor.precompute_document
     chunks = engine.retriever.chunks(document)
     engine.store.clear()
@@ -263,8 +260,7 @@ def test_a_store_that_has_forgotten_its_documents(open_ingested: OpenEngine) -> 
 
 def test_turns(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Namespaces' missed chunks are computed in turn, and beyond the most that may wait the longest line loses its last."""
-    monkeypatch.setattr("cacheblend.service.engine.background_precompute.MAX_WAITING", 5)
-    monkeypatch.setattr("cacheblend.service.engine.background_precompute.POSTPONE_S", 60.0)
+    engine.background.max_waiting, engine.background.postpone_s = 5, 60.0
     precompute_document, filled = engine.fusor.precompute_document, list[int]()
 
     def noting(chunks: Sequence[Sequence[int]], *arguments: Any) -> object:

@@ -167,19 +167,13 @@ def taken(engine: Engine) -> tuple[float, object]:
     return config.loader.quality_ratio if ratio is None else ratio, config.fusion.selector or DEFAULT_SELECTOR
 
 
-def blended(engine: Engine, **options: object) -> float | None:
+def blended(engine: Engine, *, documents: list[dict[str, str]] = BROUGHT, **options: object) -> float | None:
     """The ratio of an answer over stored KV."""
-    ask(engine, documents=BROUGHT)
+    ask(engine, documents=documents)
     engine.drain()
-    plan = ask(engine, documents=BROUGHT, **options).plan
-    assert plan.hits == 1
+    plan = ask(engine, documents=documents, **options).plan
+    assert plan.hits
     return plan.recompute_ratio
-
-
-@pytest.fixture
-def always_worth_blending(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No prompt is too short."""
-    monkeypatch.setattr("cacheblend.loader.estimators.WORTH_BLENDING", float("inf"))
 
 
 def test_short_prompts_are_computed_in_full(open_ingested: OpenEngine) -> None:
@@ -193,13 +187,12 @@ def test_short_prompts_are_computed_in_full(open_ingested: OpenEngine) -> None:
     assert (asked.plan.hits, asked.plan.recompute_ratio) == (len(asked.chunks), 0.15)
 
 
-@pytest.mark.usefixtures("always_worth_blending")
 @pytest.mark.parametrize("ratio", [0.4, 0.0])
 def test_r_star_and_selector(calibrated_engine: OpenEngine, calibration: Calibration, ratio: float) -> None:
     """Without a profile, ratio and selector of the calibration are served; 0 is full reuse."""
     engine = calibrated_engine(replace(calibration, ratio=ratio))
     assert taken(engine) == (ratio, "gradual")
-    assert blended(engine) == ratio
+    assert blended(engine, documents=[{"text": "long enough to be worth a blend " * 20}]) == ratio
 
 
 def test_the_controller_takes_it(calibrated_engine: OpenEngine) -> None:
