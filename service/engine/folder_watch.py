@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 from cacheblend.base.errors import InputError, needs_extra
 from cacheblend.base.files import replacing
@@ -39,12 +40,11 @@ class FollowReport:
         return f"{documents}; chunks whose KV was computed: {one.computed} ({one.seconds:.1f} s)"
 
 
-@dataclass(frozen=True, slots=True)
-class WatchedFile:
+class WatchedFile(NamedTuple):
     """Record of a file: size and time of change as it was read, the versions of its documents by id, and why it is unusable."""
 
     seen: Sequence[int] = ()
-    documents: Mapping[str, str] = field(default_factory=dict)
+    documents: Mapping[str, str] = {}
     fault: str = ""
 
 
@@ -91,12 +91,12 @@ class FolderWatch:
                 with notes.noting(name):
                     self._follow_file(file, file.relative_to(folder).as_posix(), converter, report)
         for name, left in gone.items():
+            self._files[name] = left  # until its documents are deleted
             with notes.noting(name):
-                self._files[name] = left  # until its documents are deleted
                 self._delete(name, left.documents, report)
                 del self._files[name]
         with notes.noting(str(self._record)), replacing(self._record) as noted:
-            noted.write(json.dumps({name: astuple(file) for name, file in self._files.items()}).encode())
+            noted.write(json.dumps(self._files).encode())
         report.faults = {name: why for name, why in notes.faults.items() if self.faults.get(name) != why}
         self.faults = notes.faults
         return report
@@ -114,12 +114,11 @@ class FolderWatch:
             with suppress(NoTextError):
                 documents += file_documents(file, id_, converter)
         except InputError as error:
-            self._files[name] = replace(last, seen=seen, fault=str(error))
+            self._files[name] = WatchedFile(seen, last.documents, str(error))
             raise
         for one in documents:
-            for other in self._others(name, one.id):
-                if self._files[other].documents[one.id] != one.version:
-                    raise InputError(f"{file}: {other} has a document of the id {one.id!r}; rename it")
+            if others := [other for other in self._others(name, one.id) if self._files[other].documents[one.id] != one.version]:
+                raise InputError(f"{file}: {others[0]} has a document of the id {one.id!r}; rename it")
         if changed := [one for one in documents if self._engine.retriever.version(one.id) != one.version]:
             report.ingested += self._engine.ingest_stream(changed)
         now = {one.id: one.version for one in documents}

