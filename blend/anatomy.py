@@ -427,3 +427,19 @@ def _keeper(layer: int, table: Hashable, cos_sin: CosSin, plain: Probe, turned: 
         query_size=plain.query.shape[-1],
         attention=plain.attention,
     )
+
+
+def find_layers(tree: Any, count: int) -> tuple[str, str]:
+    """Names of the module that has a model's decoder layers, and of the list in it.
+
+    Raises:
+        UnblendableError: there is no such list.
+    """
+    decoder = tree.get_decoder()
+    inside = next((name for name, module in tree.named_modules() if module is decoder), "")
+    for prefix in dict.fromkeys((inside, "")):  # some models' decoder is their head
+        for name, module in tree.get_submodule(prefix).named_modules(prefix=prefix):
+            if isinstance(module, nn.ModuleList) and 0 < len(module) == count:
+                owner, _, own = name.rpartition(".")
+                return owner, own
+    raise UnblendableError(f"its decoder has no list of {count} layers, one for each KV")

@@ -55,6 +55,15 @@ Rotate = Callable[[torch.Tensor, CosSin], torch.Tensor]
 Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
+class ChunkWindow(int):
+    """The window of chunked attention: a row sees itself and what is before it from a multiple of the window's tokens on."""
+
+
+def first_seen(positions: Any, window: int) -> Any:
+    """The first position that rows at these positions, a number or a LongTensor, see in a window; below 0 for all before."""
+    return positions - positions % int(window) if isinstance(window, ChunkWindow) else positions - window + 1
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
     """Rows that attention processes together, and their keys from `start` to `stop`.
@@ -139,7 +148,7 @@ class Rows:
     def _mask_blocks(self, groups: int | None, window: int | None, dtype: torch.dtype) -> Iterator[Block]:
         done, last_stop = 0, int(self.positions_S[-1]) + 1
         for rows in self.blocks():
-            start = 0 if window is None else max(0, rows.first - window + 1)
+            start = 0 if window is None else max(0, first_seen(rows.first, window))
             start -= start % KEYS_MULTIPLE
             stop = min(-(-(int(rows.positions_S[-1]) + 1) // KEYS_MULTIPLE) * KEYS_MULTIPLE, last_stop)
             hidden_from = rows.first + 1 if window is None and groups is None else 0
@@ -179,7 +188,8 @@ def attend(
     Queries and keys are rotated. Keys and values of positions that no row sees may be anything.
 
     Scores are multiplied by `scaling`, and with `softcap` become softcap * tanh(scores / softcap). A row sees itself and the
-    `window - 1` positions before it; None for all. A query head's sink is the score of no key, which takes part in the softmax.
+    `window - 1` positions before it, or what `ChunkWindow` says; None for all. A query head's sink is the score of no key, and
+    takes part in the softmax.
     """
     windowed = window is not None and int(rows.positions_S[-1]) >= window
     if rows.is_contiguous and rows.first * SKIPPED_PART <= len(rows) and not windowed and softcap is None and sinks_Q is None:
@@ -224,8 +234,8 @@ def _mask(block: Rows, groups: int, start: int, stop: int, window: int | None, d
     future_T = torch.arange(first + 1, stop, device=rows_B11.device)
     bias_BGT[..., first + 1 - start :] = torch.where(future_T > rows_B11, -torch.inf, 0.0)
     if window is not None:
-        past_T = torch.arange(start, max(start, last - window + 1), device=rows_B11.device)
-        bias_BGT[..., : len(past_T)] += torch.where(past_T <= rows_B11 - window, -torch.inf, 0.0)
+        past_T = torch.arange(start, max(start, first_seen(last, window)), device=rows_B11.device)
+        bias_BGT[..., : len(past_T)] += torch.where(past_T < first_seen(rows_B11, window), -torch.inf, 0.0)
     return bias_BGT
 
 
@@ -303,7 +313,7 @@ class RowKernel:
             rows,
             kv_heads,
             heads // kv_heads,
-            window or ALL_KEYS,
+            -window if isinstance(window, ChunkWindow) else window or ALL_KEYS,
             scaling,
             softcap or 0.0,
             None if sinks_Q is None else sinks_Q.data_ptr(),
@@ -383,7 +393,7 @@ def _load(dtype: torch.dtype, head_size: int) -> RowKernel | None:
 
 
 def _error_of(kernel: RowKernel, dtype: torch.dtype, head_size: int) -> float:
-    """The largest difference from attention in float32, for cases with and without window, soft-capping and sinks."""
+    """The largest difference from attention in float32, for cases with and without window, chunks, soft-capping and sinks."""
     generator = torch.Generator().manual_seed(0)
     kv_heads, groups, keys = 2, 3, 601
     positions_S = torch.cat([torch.arange(0, keys, 23), torch.tensor([keys - 2, keys - 1])]).unique()
@@ -394,11 +404,12 @@ def _error_of(kernel: RowKernel, dtype: torch.dtype, head_size: int) -> float:
     )
     k_1QND, v_1QND = (x.float().repeat_interleave(groups, 1) for x in (k_1HND, v_1HND))
     sinks_Q = torch.linspace(-1, 2, kv_heads * groups)
-    for window, softcap, sinks in ((None, None, None), (300, 2.0, None), (300, None, sinks_Q), (None, 2.0, sinks_Q)):
+    cases = (None, None, None), (300, 2.0, None), (300, None, sinks_Q), (None, 2.0, sinks_Q), (ChunkWindow(250), None, None)
+    for window, softcap, sinks in cases:
         scores = q_1QSD.float() @ k_1QND.transpose(2, 3) * head_size**-0.5
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        hidden_SN = (keys_N > rows_S1) | (keys_N <= rows_S1 - (window or ALL_KEYS))
+        hidden_SN = (keys_N > rows_S1) | (keys_N < first_seen(rows_S1, window or ALL_KEYS))
         scores = scores.masked_fill(hidden_SN, -torch.inf)
         if sinks is not None:
             scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(1, -1, len(positions_S), 1)], -1)

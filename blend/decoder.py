@@ -23,18 +23,17 @@ import torch
 import transformers
 from torch import nn
 
-from .anatomy import PROBED, Attended, LayerAnatomy, LayerCall, Pair, Probe, Projection, UnblendableError, examine
-from .attention import Rows
-from .cpu_modules import PackedLinear, RowPieces, is_worth_packing, packed, with_fused_norms, with_modules
-from .families import max_positions_of
+from .anatomy import PROBED, Attended, LayerAnatomy, LayerCall, Pair, Probe, Projection, UnblendableError, examine, find_layers
+from .attention import ChunkWindow, Rows
+from .cpu_modules import OneHead, PackedLinear, RowPieces, is_worth_packing, packed, with_fused_norms, with_modules
+from .families import ROW_ENDS, max_positions_of, rope_border, turn_rows_alone
 from .generation import DecodeKernel, DecodePass, OneSequencePass, SequenceKV, decode_kernel
-from .interfaces import CosSin, KVGeometry, LayerKV
+from .interfaces import CosSin, KVGeometry, LayerKV, ResidentLayers
 from .layer_passes import IsolatedPass, LayerPass, QuestionPass, RowsPass, Run, SharedPrefix, prefix_mask, runs
+from .prompt import FusionResult, Prompt, Segment
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
-
-    from .prompt import FusionResult
 
 IMPLEMENTATION = "cacheblend"
 ROWS_AT_ONCE = 4096  # in one attention call; layer 0 is fastest in one from position 0 on
@@ -115,6 +114,7 @@ class Decoder:
     Attributes:
         anatomy: what each layer caches, rotates and reads.
         rows_at_once: rows in one attention call.
+        rope_border: see `families.rope_border`.
 
     Raises:
         UnblendableError: what a layer does with its KV cannot be found out.
@@ -122,6 +122,7 @@ class Decoder:
 
     anatomy: list[LayerAnatomy]
     rows_at_once = ROWS_AT_ONCE
+    rope_border: int | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
         _register_attention()
@@ -131,7 +132,9 @@ class Decoder:
         shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         tree = copy.deepcopy(model, shared)
         tree.set_attn_implementation(IMPLEMENTATION)
-        owner, name = _place_of_layers(tree, int(self.config.num_hidden_layers))
+        self.rope_border = rope_border(self.config)
+        turn_rows_alone(tree, self.rope_border)
+        owner, name = find_layers(tree, int(self.config.num_hidden_layers))
         layer_list: Any = tree.get_submodule(owner)._modules[name]
         plain: list[Any] = list(layer_list)
         tree.get_submodule(owner)._modules[name] = nn.ModuleList()
@@ -201,10 +204,10 @@ class Decoder:
         self._stand_in([_Entrance(layer, index, is_last=layer is needed[-1]) for index, layer in enumerate(needed)])
         keeping = [anatomy for layer, anatomy in enumerate(self.anatomy) if anatomy.source == layer]
         cache_layers: list[Any] = self.empty_cache().layers
-        self.windows: list[int | None] = [
-            layer.sliding_window if layer.is_sliding else None
-            for layer in (cache_layers[anatomy.cache_index] for anatomy in keeping)
-        ]
+        held = [cache_layers[anatomy.cache_index] for anatomy in keeping]
+        self.windows: list[int | None] = [layer.sliding_window if layer.is_sliding else None for layer in held]
+        if chunk := getattr(self.config, "attention_chunk_size", None):
+            self.windows = [ChunkWindow(chunk) if window == chunk else window for window in self.windows]
         for call, window in zip(calls, self.windows, strict=False):
             if isinstance(call.mask, torch.Tensor) and (int(call.mask) or None) != window:
                 raise UnblendableError(
@@ -226,9 +229,9 @@ class Decoder:
         owner, name = self._entrances
         owner._modules[name] = nn.ModuleList(entrances)
 
-    def _enter(self, positions_S: torch.Tensor, **inputs: torch.Tensor) -> list[GivenCall]:
-        """Arguments that the decoder gives to its layers for these tokens."""
-        _THREAD.calls, _THREAD.order = [], []
+    def _enter(self, positions_S: torch.Tensor, ends_S: torch.Tensor | None = None, **inputs: torch.Tensor) -> list[GivenCall]:
+        """Arguments that the decoder gives to its layers for these tokens; `ends_S`: see `RowEnds`."""
+        _THREAD.calls, _THREAD.order, ROW_ENDS.ends_S = [], [], ends_S
         with suppress(_Entered):
             self._entrance(**inputs, position_ids=positions_S[None], use_cache=False)
         calls, _THREAD.calls = _THREAD.calls, []
@@ -261,7 +264,7 @@ class Decoder:
         block = self._layers[layer]
         for name, child in block._modules.items():
             if isinstance(getattr(child, "q_proj", None), nn.Module):
-                without = with_modules(block, **{name: with_modules(child, q_proj=_OneHead(self.anatomy[layer].query_size))})
+                without = with_modules(block, **{name: with_modules(child, q_proj=OneHead(self.anatomy[layer].query_size))})
                 state_1SM = torch.ones(1, 2, self._state_size(), dtype=self.dtype, device=self.device)
                 own = self._project(block, layer, state_1SM)
                 try:
@@ -358,7 +361,9 @@ class Decoder:
         first = 0 if shared is None else shared.tokens
         positions_N = torch.cat([torch.arange(first, first + len(ids), device=self.device) for ids in sequences])
         token_ids_N = torch.tensor([token for ids in sequences for token in ids], device=self.device)
-        given = self._enter(positions_N, input_ids=token_ids_N[None])
+        # Sequences after a shared prefix are turned by its factors: its keys are rotated already.
+        ends_N = torch.cat([torch.full((len(ids),), (first or len(ids)) - 1, device=self.device) for ids in sequences])
+        given = self._enter(positions_N, ends_N, input_ids=token_ids_N[None])
         hidden_1NM, rotary = self._state(given), self._rotary(given, len(positions_N))
         masks = {
             window: [(run, self._mask(window, run, hidden_1NM, shared)) for run in together] for window in set(self.windows)
@@ -403,8 +408,14 @@ class Decoder:
     @torch.no_grad()
     def decode(self, token_ids: Sequence[int], sequences: Sequence[SequenceKV]) -> torch.Tensor:
         """Append one token to each of R sequences; float32 logits (R, V) of the tokens after them."""
+        if self.rope_border in [sequence.tokens for sequence in sequences]:  # never where there is none
+            rows = [
+                self._cross(token, own) if own.tokens == self.rope_border else self.decode([token], [own])[0]
+                for token, own in zip(token_ids, sequences, strict=True)
+            ]
+            return torch.stack(rows)
         positions_R = torch.tensor([sequence.tokens for sequence in sequences], device=self.device)
-        given = self._enter(positions_R, input_ids=torch.tensor([list(token_ids)], device=self.device))
+        given = self._enter(positions_R, positions_R, input_ids=torch.tensor([list(token_ids)], device=self.device))
         hidden_1RM, rotary = self._state(given), self._rotary(given, len(sequences))
         for layer, (anatomy, kind) in enumerate(zip(self.anatomy, self.layer_types, strict=True)):
             kv, (cos, sin) = [sequence.layers[anatomy.source] for sequence in sequences], rotary[kind]
@@ -419,9 +430,23 @@ class Decoder:
                 place = (cos[:, at], sin[:, at])
                 rows.append(self._step(self._fused_layers[layer], layer, hidden_1RM[:, at], positions_R[at], place, one))
             hidden_1RM = torch.cat(rows, dim=1)
-        for sequence in sequences:
+        for token, sequence in zip(token_ids, sequences, strict=True):
             sequence.tokens += 1
+            sequence.token_ids.append(token)
         return self._leave(self._fused_exit, hidden_1RM)[0].float()
+
+    def _cross(self, token: int, sequence: SequenceKV) -> torch.Tensor:
+        """Append the token that a longrope's short factors do not reach; float32 logits (V,) of the token after it.
+
+        The sequence's KV is computed anew by the long ones, as transformers' `generate` does.
+        """
+        from .fusion import Fusion, FusionConfig, FusionSteps  # which imports this file
+
+        assert len(sequence.token_ids) == sequence.tokens
+        prompt = Prompt.of([Segment([*sequence.token_ids, token])])
+        fused = FusionSteps(Fusion(self, prompt, FusionConfig().resolve_selector(), ResidentLayers()).steps()).run()
+        vars(sequence).update(vars(self.sequence(fused)))
+        return fused.logits
 
     def _step(
         self,
@@ -450,7 +475,7 @@ class Decoder:
     ) -> Any:
         extra = self._extra(state_1SM, layer)
         args, kwargs = self._calls[layer].filled(self._hidden(state_1SM), positions_S, cos_sin, layer_pass, extra)
-        _THREAD.layer_pass = layer_pass
+        _THREAD.layer_pass, layer_pass.positions_S = layer_pass, positions_S
         try:
             return block(*args, **kwargs)
         finally:
@@ -467,30 +492,3 @@ def _refusing() -> Iterator[None]:
     except Exception as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
         raise UnblendableError(f"its layers do not run one by one ({why})") from error
-
-
-def _place_of_layers(tree: PreTrainedModel, count: int) -> tuple[str, str]:
-    """Names of the module that has a model's decoder layers, and of the list in it.
-
-    Raises:
-        UnblendableError: there is no such list.
-    """
-    decoder = tree.get_decoder()
-    inside = next((name for name, module in tree.named_modules() if module is decoder), "")
-    for prefix in dict.fromkeys((inside, "")):  # some models' decoder is their head
-        for name, module in tree.get_submodule(prefix).named_modules(prefix=prefix):
-            if isinstance(module, nn.ModuleList) and 0 < len(module) == count:
-                owner, _, own = name.rpartition(".")
-                return owner, own
-    raise UnblendableError(f"its decoder has no list of {count} layers, one for each KV")
-
-
-class _OneHead(nn.Module):
-    """Stands in for the queries' product, whose result nobody reads: one head of zeros."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self._size = size
-
-    def forward(self, hidden_1SM: torch.Tensor, *_: Any) -> torch.Tensor:
-        return hidden_1SM.new_zeros(*hidden_1SM.shape[:-1], self._size)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Rotary embeddings that change with a prompt's length, beyond the length that the model was first trained on.
-LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 # By the model type of the decoder's config. Of each a tiny random model in the tests must have full prefill's logits at ratio
 # 1.0 (`scripts/model_families.py`). Granite 4's (granitemoehybrid) are those without state-space layers.
 VERIFIED = frozenset(
@@ -77,6 +77,9 @@ def _reasons(model: PreTrainedModel, config: Any) -> Iterator[str]:
         yield "its attention is bidirectional"
     if drops_softcap(model):
         yield "its soft-capped attention is not what transformers' sdpa computes; load it with attn_implementation='eager'"
+    ropes = (getattr(config, "rope_parameters", None) or {}).values()
+    if any(isinstance(rope, dict) and rope.get("rope_type") == "longrope" for rope in ropes):
+        yield "kinds of its layers have longropes of their own"
     states = sorted(_kinds_of_state(model))
     if states and exact_reason(model) is None:
         yield f"an indexer chooses the keys that its layers see ({', '.join(states)}), by keys of its own"
@@ -95,21 +98,60 @@ def _kinds_of_state(model: PreTrainedModel) -> set[str]:
     return {kind.__name__ for kind in kinds} - known
 
 
-def rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """The parameters of each rotary embedding in a config."""
+def rope_border(config: Any) -> int | None:
+    """Tokens of a prompt beyond which a longrope turns all of it by its other factors; None for other rotary embeddings."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    return [value for value in parameters.values() if isinstance(value, dict)] or [dict(parameters)]
+    return int(parameters["original_max_position_embeddings"]) if parameters.get("rope_type") == "longrope" else None
+
+
+class RowEnds(threading.local):
+    """The last position of each row's sequence in a thread's forward; None for rows of one sequence."""
+
+    ends_S: torch.Tensor | None = None
+
+
+ROW_ENDS = RowEnds()
+
+
+class _RotaryOfRows(nn.Module):
+    """A longrope by the length of each row's own sequence; transformers' turns all rows as the longest sequence.
+
+    Its frequencies are its own: transformers writes the model's anew in every forward, of any thread.
+    """
+
+    def __init__(self, rotary: nn.Module, border: int) -> None:
+        super().__init__()
+        self._border = border
+        self._short, self._long = self._fixed(rotary, 0), self._fixed(rotary, border)
+
+    @staticmethod
+    def _fixed(rotary: nn.Module, position: int) -> nn.Module:
+        """A copy with the factors of this position."""
+        twin: Any = copy.deepcopy(rotary)
+        device = twin.inv_freq.device
+        twin(torch.zeros(1, device=device), torch.full((1, 1), position, device=device))
+        twin.rope_type = "default"
+        return twin
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ends_S = position_ids.max() if ROW_ENDS.ends_S is None else ROW_ENDS.ends_S
+        is_long_S1 = (ends_S >= self._border)[..., None]
+        (cos, sin), (short_cos, short_sin) = self._long(x, position_ids), self._short(x, position_ids)
+        return torch.where(is_long_S1, cos, short_cos), torch.where(is_long_S1, sin, short_sin)
+
+
+def turn_rows_alone(tree: nn.Module, border: int | None) -> None:
+    """Put a `_RotaryOfRows` in the place of each longrope in a module tree; see `rope_border`."""
+    for module in [] if border is None else list(tree.modules()):
+        for name, child in module.named_children():
+            if getattr(child, "rope_type", None) == "longrope":
+                module._modules[name] = _RotaryOfRows(child, border)
 
 
 def max_positions_of(config: Any) -> int | None:
-    """Positions up to which attention and rotary embedding do not depend on the prompt's length; None for any number."""
-    limits = [getattr(config, "max_position_embeddings", None), getattr(config, "attention_chunk_size", None)]
-    if getattr(config, "attn_temperature_tuning", False):
-        limits.append(int(getattr(config, "floor_scale", 0)) - 1)
-    for rope in rope_parameters(config):
-        if rope.get("rope_type") in LENGTH_DEPENDENT_ROPES:
-            limits.append(rope.get("original_max_position_embeddings"))
-    return min((int(limit) for limit in limits if limit and limit > 0), default=None)
+    """The model's positions, up to which a `dynamic` rope does not depend on the prompt's length; None for any number."""
+    positions = int(getattr(config, "max_position_embeddings", None) or 0)
+    return positions if positions > 0 else None
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -97,6 +97,7 @@ class Fusor:
     ) -> None:
         self._model, self.tokenizer, self.exact_reason = model, tokenizer, exact_reason
         self._runner, self.fingerprint, self.max_positions = runner, fingerprint, runner.max_positions
+        self.rope_border: int | None = getattr(runner, "rope_border", None)
         geometry = runner.geometry
         if exact_reason is None:
             for size in {geometry.heads(layer)[1] for layer in range(geometry.layers)}:
@@ -145,6 +146,11 @@ class Fusor:
         """
         model, fingerprint = load_model(path_or_hub_id, device, dtype, **kwargs)
         return cls(model, load_tokenizer(path_or_hub_id, **kwargs), fingerprint=fingerprint, allow_unverified=allow_unverified)
+
+    def exact_fingerprint(self, tokens: int) -> str:
+        """Names the model in KV that is exact in a prompt of so many tokens: a longrope turns long ones by other factors."""
+        is_long = self.rope_border is not None and tokens > self.rope_border
+        return f"long-{self.fingerprint}" if is_long else self.fingerprint
 
     def precompute(self, token_ids: Sequence[int], prefix_ids: Sequence[int] = ()) -> ChunkKV:
         """The KV of a chunk computed after a prefix, position-free, on the CPU; the prefix's KV is not in it.
@@ -246,7 +252,7 @@ class Fusor:
         """
         prompt = Prompt.of(segments)
         self._check_tokens(prompt.token_ids)
-        prompt.check_kv(self.fingerprint, self.runner.geometry)
+        prompt.check_kv(self.fingerprint, self.runner.geometry, self.exact_fingerprint(len(prompt)))
         selector = (config or FusionConfig()).resolve_selector()
         return FusionSteps(Fusion(self.runner, prompt, selector, source or ResidentLayers(), sink).steps())
 
@@ -260,7 +266,8 @@ class Fusor:
         shapes = [(2, heads, tokens, size) for heads, size in map(geometry.heads, range(geometry.layers))]
         sink = _PrefixSink([torch.empty(shape, dtype=geometry.dtype, device=device or geometry.device) for shape in shapes])
         steps = self.fuse_steps([Segment(token_ids)], sink=sink)
-        return steps, PrefixRun(tuple(token_ids), (), self.fingerprint, (None,) * geometry.layers, {None: [sink.layers]})
+        model = self.exact_fingerprint(tokens)
+        return steps, PrefixRun(tuple(token_ids), (), model, (None,) * geometry.layers, {None: [sink.layers]})
 
     @torch.no_grad()
     def prefill(self, token_ids: Sequence[int]) -> FusionResult:

@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cacheblend.store import LayerPair
 
-from .attention import HeadRows
+from .attention import HeadRows, first_seen
 from .compiled_file import function, load_or_warn
 from .interfaces import GROWTH_TOKENS, KVGeometry, empty_layer
 from .layer_passes import CachePass, scores_of
@@ -44,6 +44,7 @@ class SequenceLayerKV:
     """One layer of a sequence's KV, which sees the last `window` positions, or all if that is None.
 
     `memory_21HCD` is a buffer that begins with these keys and values and has free room after them; None to copy them.
+    `start` is the first one's position.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class SequenceLayerKV:
         window: int | None,
         memory_21HCD: torch.Tensor | None = None,
         growth_tokens: int = GROWTH_TOKENS,
+        start: int = 0,
     ) -> None:
-        self._window, self._growth_tokens = window, growth_tokens
+        self._window, self._growth_tokens, self._start = window, growth_tokens, start
         if memory_21HCD is None:
             self._move(k_HKD, v_HKD)
         else:
@@ -69,7 +71,9 @@ class SequenceLayerKV:
     def begin_append(self) -> tuple[int, int, int, int, int]:
         """Count the next position, which the caller writes; returns the C file's `Sequence` as five numbers."""
         if self._used == self._kv[0].shape[1]:
-            self._move(*self.visible())
+            held = min(self._used, self._window or self._used)
+            self._start += self._used - held
+            self._move(*self.last(held))
         self._used += 1
         return (*self._at, self._first, self._used - 1)
 
@@ -84,7 +88,8 @@ class SequenceLayerKV:
 
     @property
     def _first(self) -> int:
-        return 0 if self._window is None else max(0, self._used - self._window)
+        seen = 0 if self._window is None else first_seen(self._start + self._used - 1, self._window)
+        return max(0, int(seen) - self._start)
 
     def _move(self, k_HKD: torch.Tensor, v_HKD: torch.Tensor) -> None:
         used, kv = k_HKD.shape[1], list[torch.Tensor]()
@@ -108,14 +113,16 @@ class SequenceKV:
     """
 
     def __init__(self, fused: FusionResult, windows: Sequence[int | None], growth_tokens: int = GROWTH_TOKENS) -> None:
-        self.tokens = int(fused.cache.get_seq_length())
+        self.tokens, self.token_ids = int(fused.cache.get_seq_length()), list(fused.token_ids)
         every: list[Any] = fused.cache.layers
         layers = [layer for layer in every if layer.keys is not None]  # others keep none
         memory: list[torch.Tensor | None] = [None] * len(layers)
         if self.tokens == len(fused.token_ids):  # else tokens were generated already, and the cache is in other memory
             memory = fused.take_memory() or memory
         self.layers = [
-            SequenceLayerKV(layer.keys[0], layer.values[0], window, memory_21HCD, growth_tokens)
+            SequenceLayerKV(
+                layer.keys[0], layer.values[0], window, memory_21HCD, growth_tokens, self.tokens - layer.keys.shape[2]
+            )
             for layer, window, memory_21HCD in zip(layers, windows, memory, strict=True)
         ]
 

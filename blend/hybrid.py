@@ -20,7 +20,7 @@ from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.store import BLOCK_TOKENS, STATE, BlockChain, LayerPair, PrefixBlocks, PrefixRun
 
 from .decoder import Decoder
-from .families import max_positions_of
+from .families import max_positions_of, rope_border
 from .generation import SequenceKV, branch_cache
 from .interfaces import KVGeometry
 
@@ -64,7 +64,10 @@ class HybridDecoder(Decoder):
         self._model: Any = model
         self.config = model.config.get_text_config(decoder=True)
         self.dtype, self.device = model.dtype, next(model.parameters()).device
-        self.vocab_size, self.max_positions = int(self.config.vocab_size), max_positions_of(self.config)
+        self.vocab_size, self.max_positions = (
+            int(self.config.vocab_size),
+            rope_border(self.config) or max_positions_of(self.config),
+        )
         layers = int(self.config.num_hidden_layers)
         self.geometry = KVGeometry(layers, 0, 0, self.dtype, self.device)  # none of it is stored by chunk
         self.layer_parameters = sum(parameter.numel() for parameter in model.parameters()) // layers
@@ -90,7 +93,7 @@ class HybridDecoder(Decoder):
         state = self.snapshot(sequence)
         token_bytes = len(self._attention) * self._width * self.dtype.itemsize
         self._spacing_tokens = state.nbytes / token_bytes if token_bytes else float("inf")
-        chain, blocks = BlockChain(""), PrefixBlocks(2**40, self.windows, "")
+        chain, blocks = BlockChain(""), PrefixBlocks(2**40, self.windows)
         chain.extend(ids[:BLOCK_TOKENS])
         blocks.insert(chain.digests, 0, self.reader(sequence), state)
         with blocks.match(ids[:BLOCK_TOKENS], chain) as run:

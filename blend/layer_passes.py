@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from .attention import Block, Rows, attend, attention_weights, row_kernel, upload
+from .attention import Block, Rows, attend, attention_weights, first_seen, row_kernel, upload
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,11 +37,17 @@ Pair = tuple[Tensor, Tensor]
 
 
 class CachePass:
-    """Stands in for a cache in what layers ask of it besides `update`."""
+    """Stands in for a cache in what layers ask of it besides `update`.
 
-    def get_seq_length(self, *_: object) -> int:
-        """No position is cached before the rows: Llama 4's layers ask, within whose limit it makes no difference."""
-        return 0
+    Attributes:
+        positions_S: of the rows that are run.
+    """
+
+    positions_S: Tensor
+
+    def get_seq_length(self, *_: object) -> Tensor:
+        """How far each row's position is from its number: Llama 4's layers add it to 0, 1, 2 ... for the positions."""
+        return self.positions_S - torch.arange(len(self.positions_S), device=self.positions_S.device)
 
     def __setitem__(self, _: object, __: object) -> None:
         """KV that a layer keeps for later layers: the caller has it."""
@@ -49,6 +55,8 @@ class CachePass:
 
 class LayerPass(Protocol):
     """Keys, values and attention of one pass of rows through one layer; passed down as a keyword argument."""
+
+    positions_S: Tensor
 
     def update(self, k_1HSD: Tensor, v_1HSD: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
         """Stands in for `Cache.update`."""
@@ -156,7 +164,7 @@ def prefix_mask(run: Run, prefix_tokens: int, window: int | None, dtype: torch.d
 def _hidden(key_K: Tensor, row_S1: Tensor, window: int | None) -> Tensor:
     """Mask (S, K) of the keys that a row does not see, from the positions of both."""
     hidden_SK = key_K > row_S1
-    return hidden_SK if window is None else hidden_SK | (key_K <= row_S1 - window)
+    return hidden_SK if window is None else hidden_SK | (key_K < first_seen(row_S1, window))
 
 
 class IsolatedPass(CachePass):

@@ -123,8 +123,8 @@ class Prompt:
             runs.append((start, stop))
         return runs
 
-    def check_kv(self, model: str, geometry: KVGeometry) -> None:
-        """Refuse KV that is not this model's: loading copies bytes.
+    def check_kv(self, model: str, geometry: KVGeometry, exact_model: str) -> None:
+        """Refuse KV that is not this model's: loading copies bytes. `exact_model` is that of exact segments.
 
         Raises:
             IncompatibleKVError: KV of another model, shape, dtype or prefix.
@@ -140,9 +140,11 @@ class Prompt:
                 )
             if kv.model is None:
                 continue
-            if kv.model != model:
+            wanted = model if start >= self.exact_tokens else exact_model
+            if kv.model != wanted:
                 raise IncompatibleKVError(
-                    f"a segment's KV is of model {kv.model[:12]} and this model is {model[:12]}; precompute it with this model"
+                    f"a segment's KV is of model {kv.model[:12]} and this model is {wanted[:12]}; precompute it "
+                    "with this model, and what is exact under a longrope in a prompt that is as long"
                 )
             prefix = tuple(kv.prefix_ids)
             if start >= self.exact_tokens:

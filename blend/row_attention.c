@@ -413,6 +413,11 @@ static void weigh_again(Workspace *work, const Element *keys, int x0, int x1, in
     }
 }
 
+/* The first position that a row sees: of `window` positions, its own the last; below 0, from a multiple of -window on. */
+static int64_t first_seen(int64_t position, int64_t window) {
+    return window < 0 ? position - position % -window : larger(0, position + 1 - window);
+}
+
 /* Output of QUERIES queries of head h from query x0 on, over its packed keys and its values, whose `value_row` numbers are from
    a key's to the next's. */
 static void attend(Workspace *work, const Rows *q, const int64_t *positions, int64_t x0, int64_t queries, int64_t h,
@@ -428,13 +433,13 @@ static void attend(Workspace *work, const Rows *q, const int64_t *positions, int
         work->largest[x] = sinks == NULL ? HIDDEN : sinks[h * groups + group] / (softcap > 0 ? 1.0f : scaling);
         work->total[x] = sinks != NULL;
     }
-    int64_t first = larger(0, positions[x0 / groups] + 1 - window), stop = positions[(x0 + count - 1) / groups] + 1;
+    int64_t first = first_seen(positions[x0 / groups], window), stop = positions[(x0 + count - 1) / groups] + 1;
     for (int64_t start = first / GROUP * GROUP; start < stop; start += KEYS) {
         int seen = (int)smaller(KEYS, stop - start), padded = (seen + GROUP - 1) / GROUP * GROUP;
         score(work, count, keys + start * HEAD_SIZE, padded);
         for (int x = 0; x < count; x++) {
             int64_t position = positions[(x0 + x) / groups];
-            int64_t low = larger(0, position + 1 - window - start), high = smaller(padded, position + 1 - start);
+            int64_t low = larger(0, first_seen(position, window) - start), high = smaller(padded, position + 1 - start);
             weigh(work, x, (int)smaller(low, padded), (int)larger(0, high), padded, scaling, softcap);
         }
         add_values(work, count, values + start * value_row, value_row, seen);
@@ -442,7 +447,7 @@ static void attend(Workspace *work, const Rows *q, const int64_t *positions, int
     int of_last = (int)larger(0, queries - groups - x0); /* the first query here of the last row */
     if (last != NULL && of_last < count) {
         int64_t seen = positions[(queries - 1) / groups] + 1, head = h * groups + (x0 + of_last) % groups;
-        weigh_again(work, keys, of_last, count, larger(0, seen - window), seen, scaling, softcap, last + head * last_keys,
+        weigh_again(work, keys, of_last, count, first_seen(seen - 1, window), seen, scaling, softcap, last + head * last_keys,
                     last_keys);
     }
     for (int x = 0; x < count; x++) {
@@ -455,13 +460,12 @@ static void attend(Workspace *work, const Rows *q, const int64_t *positions, int
 }
 
 /* Writes the rows' output, (S, H x G, D), and unless `last` is NULL the weights of the last row's queries over the keys that
-   they see, (H x G, last_keys). `positions` are sorted; `window` is a row's number of visible keys; `sinks` are (H x G) scores of
-   no key, or NULL. Returns 0, or 1 where
-   memory is short. */
+   they see, (H x G, last_keys). `positions` are sorted; `window`: see `first_seen`; `sinks` are (H x G) scores of no key,
+   or NULL. Returns 0, or 1 where memory is short. */
 int row_attention(const Rows *q, const Rows *k, const Rows *v, const int64_t *positions, int64_t rows, int64_t kv_heads,
                   int64_t groups, int64_t window, float scaling, float softcap, const float *sinks, int threads, Element *out,
                   float *last, int64_t last_keys) {
-    int64_t first = larger(0, positions[0] + 1 - window) / GROUP, stop = positions[rows - 1] + 1;
+    int64_t first = first_seen(positions[0], window) / GROUP, stop = positions[rows - 1] + 1;
     int64_t key_groups = (stop + GROUP - 1) / GROUP, head = key_groups * GROUP * HEAD_SIZE;
     int64_t queries = rows * groups, tasks = (queries + QUERIES - 1) / QUERIES;
     int64_t head_bytes = (1 + PACKS_VALUES) * head * (int64_t)sizeof(Element);

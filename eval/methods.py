@@ -136,26 +136,30 @@ class ResidentRequest:
 
     @cached_property
     def head_kv(self) -> ChunkKV | None:
-        """KV of what every prompt begins with; None where that is nothing."""
-        return self._fusor.precompute(self.prompt.prefix) if self.prompt.prefix else None
+        """KV of what every prompt begins with; see `_exact`."""
+        return self._exact(self.prompt.prefix)
 
     @cached_property
     def prefix_kv(self) -> ChunkKV | None:
         """KV of the head and the cached leading chunks together, as full prefill computes it."""
-        prefix = self._prefix(self._cached_prefix_chunks)
-        return self._fusor.precompute(prefix) if prefix else None
+        return self._exact(self._prefix(self._cached_prefix_chunks))
 
     def blend_segments(self, context: str = CONTEXTS[0]) -> list[Segment]:
         """List the segments of a blend: head exact, every cached chunk with its own KV, everything else fresh."""
-        head = [] if self.head_kv is None else [Segment(self.prompt.prefix, self.head_kv, exact=True)]
+        head = Segment(self.prompt.prefix, self.head_kv, exact=self.head_kv is not None)
         chunks = [Segment(chunk, kv) for chunk, kv in zip(self.prompt.chunk_ids, self.chunk_kv(context), strict=True)]
-        return [*head, *chunks, Segment(self.prompt.suffix)]
+        return [head, *chunks, Segment(self.prompt.suffix)]
 
     def prefix_segments(self) -> list[Segment]:
         """List the segments of prefix caching: the cached prefix exact, everything else fresh."""
         prefix = self._prefix(self._cached_prefix_chunks)
-        cached = [] if self.prefix_kv is None else [Segment(prefix, self.prefix_kv, exact=True)]
-        return [*cached, Segment(self.prompt.token_ids[len(prefix) :])]
+        cached = Segment(prefix, self.prefix_kv, exact=self.prefix_kv is not None)
+        return [cached, Segment(self.prompt.token_ids[len(prefix) :])]
+
+    def _exact(self, prefix: tuple[int, ...]) -> ChunkKV | None:
+        """The KV of the prompt's first tokens; None for no tokens, or where a longrope turns them by its long factors."""
+        is_exact = self._fusor.exact_fingerprint(len(self.prompt)) == self._fusor.fingerprint
+        return self._fusor.precompute(prefix) if prefix and is_exact else None
 
     def _prefix(self, chunks: int) -> tuple[int, ...]:
         return (*self.prompt.prefix, *(token for ids in self.prompt.chunk_ids[:chunks] for token in ids))

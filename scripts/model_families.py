@@ -78,7 +78,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma4_text": PER_LAYER | {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
     "granitemoehybrid": {"layer_types": ["attention"] * 4},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
-    "llama4_text": {"attention_chunk_size": 256},
+    "llama4_text": {"attention_chunk_size": 40, "floor_scale": 32, "attn_scale": 1.0},
     "mllama_text_model": {"num_hidden_layers": 4, "cross_attention_layers": [2]},
     "phi4_multimodal": {
         "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},

@@ -39,6 +39,7 @@ class BlockChain:
     """
 
     def __init__(self, model: str, namespace: str = "") -> None:
+        self.model = model
         self._root = hashlib.sha256(length_prefixed((model.encode(), namespace.encode()))).digest()
         self._rest: list[int] = []
         self.digests: list[bytes] = []
@@ -198,10 +199,10 @@ class PrefixBlocks:
         ConfigError: a budget that is not above 0.
     """
 
-    def __init__(self, budget_bytes: int, windows: Sequence[int | None], model: str) -> None:
+    def __init__(self, budget_bytes: int, windows: Sequence[int | None]) -> None:
         if budget_bytes <= 0:
             raise ConfigError("budget_bytes", budget_bytes, "give a number of bytes above 0")
-        self.budget_bytes, self._windows, self._model = budget_bytes, tuple(windows), model
+        self.budget_bytes, self._windows = budget_bytes, tuple(windows)
         self._layers = {window: [at for at, other in enumerate(windows) if other == window] for window in windows}
         self._lock = threading.Lock()
         self._parts: dict[_Name, _Part] = {}
@@ -229,7 +230,7 @@ class PrefixBlocks:
             }
         try:
             tokens = tuple(token_ids[: len(digests) * BLOCK_TOKENS])
-            yield PrefixRun(tokens, tuple(digests), self._model, self._windows, held) if digests else None
+            yield PrefixRun(tokens, tuple(digests), chain.model, self._windows, held) if digests else None
         finally:
             held.clear()
             with self._lock:

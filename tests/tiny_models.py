@@ -25,6 +25,7 @@ from cacheblend.blend.families import drops_softcap
 
 VOCAB = 97
 WINDOW = 12
+ROPE_BORDER = 128  # tokens beyond which a longrope turns by its long factors
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -91,6 +92,11 @@ CONFIGS: dict[str, Any] = {
     ),
     "phi3": lambda: Phi3Config(
         **_SHAPE, **{"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5, "rope_type": "default"}}
+    ),
+    "phi3-longrope": lambda: Phi3Config(
+        **_SHAPE,
+        original_max_position_embeddings=ROPE_BORDER,
+        **_rope(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[3.0] * 8),
     ),
     "phi3-window": lambda: Phi3Config(**_SHAPE, sliding_window=WINDOW),
     "gemma": lambda: AutoConfig.for_model("gemma", **_SHAPE, head_dim=16),

@@ -41,7 +41,9 @@ Earlier = tuple[tuple[int, ...], ...]
 def chunk_context(fusor: Fusor, filler: str, document_tokens: int, prefix_tokens: int = 0) -> ChunkContext:
     """The context of a fusor's chunks; see `read_context`."""
     folder = str(fusor.model.name_or_path)  # empty for a model that was loaded from nowhere
-    return read_context(fusor.tokenizer, fusor.max_positions, folder, filler, document_tokens, prefix_tokens)
+    return read_context(
+        fusor.tokenizer, fusor.rope_border or fusor.max_positions, folder, filler, document_tokens, prefix_tokens
+    )
 
 
 def read_context(

@@ -245,7 +245,8 @@ class Prefiller:
         return None if prefix.run is None else BlendSegment(prefix.run.token_ids, prefix.run, exact=True)
 
     def _holds_prefix_of(self, prompt: PromptTokens) -> bool:
-        return self._prefix_kv is not None and prompt.prefix == self._encoder.prefix_ids
+        is_exact = self._prefix_kv is not None and self._prefix_kv.model == self._fusor.exact_fingerprint(len(prompt))
+        return is_exact and prompt.prefix == self._encoder.prefix_ids
 
     def _synchronized(self) -> float:
         """Seconds of `time.perf_counter` when a GPU has run the prefill; the first token waits for that anyway."""
@@ -290,13 +291,12 @@ class PrefixCache:
     """
 
     def __init__(self, fusor: Fusor, budget_bytes: int) -> None:
-        self._model = fusor.fingerprint
-        self._budget_bytes, self._windows = budget_bytes, fusor.decoder.windows
+        self._fusor, self._budget_bytes = fusor, budget_bytes
         self.clear()
 
     def clear(self) -> None:
         """Forget every block, and what was counted; requests that are under way keep theirs."""
-        self._blocks = PrefixBlocks(self._budget_bytes, self._windows, self._model)
+        self._blocks = PrefixBlocks(self._budget_bytes, self._fusor.decoder.windows)
 
     @contextmanager
     def find(self, token_ids: Sequence[int], limit: int, namespace: str) -> Iterator[CachedPrefix]:
@@ -307,7 +307,7 @@ class PrefixCache:
             limit: at most so many of its tokens may be reused.
             namespace: requests of another one find none of its blocks, and it none of theirs.
         """
-        chain = BlockChain(self._model, namespace)
+        chain = BlockChain(self._fusor.exact_fingerprint(len(token_ids)), namespace)
         chain.extend(token_ids)
         with self._blocks.match(token_ids[:limit], chain) as run:
             yield CachedPrefix(self._blocks, chain, run)

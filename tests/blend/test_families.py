@@ -32,7 +32,7 @@ KINDS = {
     "shared KV, values made of keys, sizes of each layer": "gemma4_text",
     "parallel hidden states": "gemma3n_text",
     "keys and values of different sizes": "mimo_v2_flash",
-    "rotation of neighbours": "llama4_text",
+    "rotation of neighbours, chunked attention": "llama4_text",
 }
 SEEN_IN_WRAPPERS = {
     "glm4v_text",
@@ -184,6 +184,14 @@ def another_layers_kv(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(decoder.Decoder, "run_rows", run_rows)
 
 
+def chunks_are_windows(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(decoder, "ChunkWindow", int)
+
+
+def rows_are_positions(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(layer_passes.CachePass, "get_seq_length", lambda *_: 0)
+
+
 def one_shape_for_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVGeometry, "heads", lambda self, _: (self.kv_heads, self.head_dim))
 
@@ -199,6 +207,8 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "keys not rotated": ("olmo3", nothing_is_rotated),
     "a norm before the projection": ("olmo3", norms_before_the_projection),
     "a norm's weight after the rotation left out": ("hunyuan_v1_dense", no_scale_after_rotation),
+    "chunked attention run as a sliding window": ("llama4_text", chunks_are_windows),
+    "scores scaled by a row's number": ("llama4_text", rows_are_positions),
     "one shape for all layers": ("gemma4_text", one_shape_for_all),
     "position keys of a latent not rotated": ("deepseek_v3", nothing_is_rotated),
     "halves of a latent swapped": ("deepseek_v3", halves_are_swapped),

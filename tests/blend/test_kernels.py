@@ -42,7 +42,8 @@ KERNELS = {
 }
 ROW_FAULTS = [
     ("stop = positions[rows - 1] + 1;", "stop = positions[rows - 1];"),  # the last key is not packed
-    ("position + 1 - window - start", "position - window - start"),
+    ("position + 1 - window", "position - window"),
+    ("position % -window", "position % (1 - window)"),  # chunks are a key longer
     ("2.0f * 1.44269504f * scaling", "1.44269504f * scaling"),
     ("part = 1.0f / work->total[x]", "part = 0.5f / work->total[x]"),
     ("#include <omp.h>", "#error"),

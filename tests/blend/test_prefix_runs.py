@@ -45,7 +45,7 @@ def keep(fusor: Fusor, token_ids: list[int], blocks: PrefixBlocks) -> BlockChain
 
 
 def blocks_of(fusor: Fusor) -> PrefixBlocks:
-    return PrefixBlocks(2**28, fusor.decoder.windows, fusor.fingerprint)
+    return PrefixBlocks(2**28, fusor.decoder.windows)
 
 
 @pytest.mark.parametrize("loader", [False, True], ids=["resident", "loader"])

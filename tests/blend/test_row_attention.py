@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
 from cacheblend.blend import FusionConfig, FusionResult, Fusor, Segment, attention, compiled_file
-from cacheblend.blend.attention import FEATURES, RowKernel, Rows, attend, row_kernel
+from cacheblend.blend.attention import FEATURES, ChunkWindow, RowKernel, Rows, attend, row_kernel
 
 needs_compiler = pytest.mark.skipif(compiled_file.find_compiler() is None, reason="no C compiler")
 needs_amx, needs_pairs = (
@@ -44,7 +44,7 @@ def kernel_of(dtype: torch.dtype, head_size: int) -> RowKernel:
     kv_heads=st.integers(1, 3),
     groups=st.integers(1, 40),
     head_size=st.sampled_from([32, 64, 96, 128]),
-    window=st.none() | st.integers(1, 800),
+    window=st.none() | st.integers(1, 800) | st.integers(1, 800).map(ChunkWindow),
     softcap=st.none() | st.sampled_from([2.0, 50.0]),
 )
 @settings(max_examples=150, deadline=None)
@@ -70,7 +70,9 @@ def dense(
     k_1QND, v_1QND = (x.float().repeat_interleave(q_1QSD.shape[1] // x.shape[1], 1) for x in (k_1HND, v_1HND))
     key_N = torch.arange(k_1HND.shape[2])
     hidden_SN = key_N > rows_S[:, None]
-    if window is not None:
+    if isinstance(window, ChunkWindow):
+        hidden_SN |= key_N // int(window) != rows_S[:, None] // int(window)
+    elif window is not None:
         hidden_SN |= key_N <= rows_S[:, None] - window
     scores = q_1QSD.float() @ k_1QND.transpose(2, 3) * scaling
     scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
@@ -235,7 +237,7 @@ def test_other_models_have_the_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path:
 @given(
     data=st.data(),
     keys=st.integers(1, 60),
-    window=st.none() | st.integers(1, 70),
+    window=st.none() | st.integers(1, 70) | st.integers(1, 70).map(ChunkWindow),
     softcap=st.none() | st.just(2.0),
     block=st.integers(1, 9),
     run=st.integers(1, 9),

@@ -50,7 +50,7 @@ def matched(blocks: PrefixBlocks, letters: str, namespace: str = "") -> str:
 
 
 def make(windows: tuple[int | None, ...] = FULL, budget_bytes: int = MUCH) -> PrefixBlocks:
-    return PrefixBlocks(budget_bytes, windows, "model")
+    return PrefixBlocks(budget_bytes, windows)
 
 
 def check_content(run: PrefixRun, letters: str, windows: tuple[int | None, ...]) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import model_families
 import pytest
+import torch
 from engines import CHUNK_TOKENS, QUESTION, OpenEngine, furthest, kinds, prompt_of
 from fakes import FakeEmbedder, tiny_tokenizer
 from served import serve
-from tiny_models import tiny_model
+from tiny_models import ROPE_BORDER, tiny_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from cacheblend.base.errors import ConfigError
@@ -101,6 +102,25 @@ def test_a_served_conversation(family_engine: Engine) -> None:
         full = ask(engine, after(one, TURN), "full_recompute")
         assert furthest(other, full) <= 1e-4
         assert other.token_ids == full.token_ids
+
+
+def test_a_longrope(tmp_path: Path) -> None:
+    """Prompts on one side of a longrope's border share blocks, those on the other do not; an answer may cross it."""
+    tokenizer = tiny_tokenizer()
+    fusor = Fusor(tiny_model("phi3-longrope", vocab=len(tokenizer)), tokenizer)
+    config = EngineConfig(model="tiny", store_dir=tmp_path, retriever=RetrieverConfig(chunk_tokens=CHUNK_TOKENS))
+    with Engine(config, fusor=fusor, embedder=FakeEmbedder()) as engine:
+        layout = PromptTokens((*SYSTEM, *SYSTEM), OTHER[: ROPE_BORDER - 110])
+        crossing = ask(engine, layout)
+        assert len(crossing.token_ids) == 40
+        ids = [*layout.token_ids, *crossing.token_ids]
+        own = fusor.model.generate(torch.tensor([layout.token_ids]), max_new_tokens=40, do_sample=False, eos_token_id=None)
+        assert own[0].tolist() == ids
+        for length, expected in ((120, 112), (140, 0), (150, 128)):
+            prompt = PromptTokens(tuple(ids[:length]), ())
+            answer, full = ask(engine, prompt, max_tokens=1), ask(engine, prompt, "full_recompute", max_tokens=1)
+            assert cached(answer.plan) == expected
+            assert furthest(answer, full) <= 1e-4
 
 
 def test_a_prompt_that_leaves_another(family_engine: Engine) -> None:

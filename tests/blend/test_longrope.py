@@ -1,0 +1,58 @@
+"""A longrope turns a prompt of any length by the model's factors for that length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from prompts import draw_ids
+from tiny_models import ROPE_BORDER, tiny_model
+
+from cacheblend.base.errors import IncompatibleKVError
+from cacheblend.blend import FusionConfig, Fusor, Segment
+from cacheblend.blend.generation import SequenceKV
+
+SHORT, LONG = ROPE_BORDER - 3, ROPE_BORDER + 40
+
+
+@pytest.fixture
+def fusor() -> Fusor:
+    return Fusor(tiny_model("phi3-longrope"))
+
+
+@pytest.mark.parametrize("tokens", [ROPE_BORDER, ROPE_BORDER + 1, LONG])
+def test_ratio_one_is_full_prefill(fusor: Fusor, tokens: int) -> None:
+    """Stored chunks blend on both sides of the border; at ratio 1.0, and behind an exact prefix, all is the model's own."""
+    ids, full = draw_ids(tokens, 1), fusor.prefill(draw_ids(tokens, 1)).logits
+    steps, run = fusor.prefix_steps(draw_ids(tokens, 1)[:-1])
+    steps.run()
+    stored = Segment(ids[9:40], fusor.precompute(ids[9:40]))
+    same_side = [Segment(ids[:-1], run, exact=True), Segment(ids[-1:])]
+    for segments in ([Segment(ids[:9]), stored, Segment(ids[40:])], *([] if tokens == ROPE_BORDER + 1 else [same_side])):
+        fused = fusor.fuse(segments, FusionConfig(recompute_ratio=1.0))
+        assert float((fused.logits - full).abs().max()) <= 1e-4
+
+
+def test_a_prefix_of_the_other_side(fusor: Fusor) -> None:
+    """KV that is exact in short prompts is refused in long ones, where its logits would be off."""
+    ids = draw_ids(LONG, 1)
+    steps, run = fusor.prefix_steps(ids[:SHORT])
+    steps.run()
+    segments = [Segment(ids[:SHORT], run, exact=True), Segment(ids[SHORT:])]
+    with pytest.raises(IncompatibleKVError, match="longrope"):
+        fusor.fuse(segments)
+    fusor.rope_border = None
+    assert float((fusor.fuse(segments).logits - fusor.prefill(ids).logits).abs().max()) > 1e-2
+
+
+def test_decoding_across_the_border(fusor: Fusor) -> None:
+    """A batch of sequences before, at and after the border decodes as `generate`, which computes the KV anew where it is."""
+    prompts = [fusor.fuse([Segment(draw_ids(tokens, tokens))]) for tokens in (30, SHORT, LONG)]
+    sequences = [SequenceKV(fused, fusor.decoder.windows) for fused in prompts]
+    drawn = [[int(fused.logits.argmax())] for fused in prompts]
+    for _ in range(15):
+        logits_RV = fusor.decoder.decode([own[-1] for own in drawn], sequences)
+        for own, logits_V in zip(drawn, logits_RV, strict=True):
+            own.append(int(logits_V.argmax()))
+    for fused, own in zip(prompts, drawn, strict=True):
+        ids_1N = torch.tensor([fused.token_ids])
+        assert fusor.model.generate(ids_1N, max_new_tokens=16, do_sample=False)[0, ids_1N.shape[1] :].tolist() == own
