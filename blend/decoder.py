@@ -133,7 +133,8 @@ class Decoder:
         tree = copy.deepcopy(model, shared)
         tree.set_attn_implementation(IMPLEMENTATION)
         self.rope_border = rope_border(self.config)
-        turn_rows_alone(tree, self.rope_border)
+        if self.rope_border is not None:
+            turn_rows_alone(tree, self.rope_border)
         owner, name = find_layers(tree, int(self.config.num_hidden_layers))
         layer_list: Any = tree.get_submodule(owner)._modules[name]
         plain: list[Any] = list(layer_list)

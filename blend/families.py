@@ -125,7 +125,7 @@ class _RotaryOfRows(nn.Module):
         self._short, self._long = self._fixed(rotary, 0), self._fixed(rotary, border)
 
     @staticmethod
-    def _fixed(rotary: nn.Module, position: int) -> nn.Module:
+    def _fixed(rotary: nn.Module, position: int) -> Any:
         """A copy with the factors of this position."""
         twin: Any = copy.deepcopy(rotary)
         device = twin.inv_freq.device
@@ -140,9 +140,9 @@ class _RotaryOfRows(nn.Module):
         return torch.where(is_long_S1, cos, short_cos), torch.where(is_long_S1, sin, short_sin)
 
 
-def turn_rows_alone(tree: nn.Module, border: int | None) -> None:
+def turn_rows_alone(tree: nn.Module, border: int) -> None:
     """Put a `_RotaryOfRows` in the place of each longrope in a module tree; see `rope_border`."""
-    for module in [] if border is None else list(tree.modules()):
+    for module in list(tree.modules()):
         for name, child in module.named_children():
             if getattr(child, "rope_type", None) == "longrope":
                 module._modules[name] = _RotaryOfRows(child, border)
