@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
 from typing import Any
 
 from cacheblend.base.errors import ConfigError, InputError
@@ -13,7 +12,7 @@ from cacheblend.retriever import Chunk, ScoredChunk
 from cacheblend.service import Engine
 from cacheblend.service.engine.grammar import GrammarCompiler
 from cacheblend.service.engine.prompt import Message
-from cacheblend.service.engine.reasoning import ThoughtReader, Thoughts
+from cacheblend.service.engine.reasoning import Thoughts
 from cacheblend.service.engine.request import Done, Request
 
 PROMPT_OPTIONS = (
@@ -60,18 +59,12 @@ class EngineChat:
         chosen = {name: value for name, value in options.items() if value is not None}
         request = self._prepare(messages, chosen)
         # 2. Prefill, a layer a step, and decode, a token a step.
-        reader, thoughts = None if request.asked.thoughts is None else ThoughtReader(request.asked.thoughts), list[str]()
         with closing(self.engine.stream(request)) as events:
             for event in events:
-                is_last = isinstance(event, Done)
-                text = event.last_text if isinstance(event, Done) else event.text
-                if reader is not None:
-                    thought, text = reader.finish(text) if is_last else reader.add(text)
-                    thoughts.append(thought)
                 if isinstance(event, Done):
-                    yield text, replace(event, answer=replace(event.answer, thoughts="".join(thoughts)))
-                elif text:
-                    yield text, None
+                    yield event.last_text, event
+                elif event.text:
+                    yield event.text, None
 
     def known_chunk(self, text: str, metadata: Mapping[str, Any]) -> Chunk | None:
         """The engine's own chunk that a framework's document is; None where it is another retriever's, or was deleted."""

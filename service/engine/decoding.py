@@ -19,6 +19,7 @@ from cacheblend.base.errors import ConfigError
 from cacheblend.blend import FusionResult, Fusor, NextToken, SequenceKV
 
 from .grammar import Grammar
+from .reasoning import ThoughtReader, Thoughts
 
 LEAST_TEMPERATURE = 1e-5  # logits over less leave float32's range, and the likeliest token is drawn anyway
 UNFINISHED = "\ufffd"  # how a tokenizer decodes the first bytes of a character
@@ -98,11 +99,13 @@ class Piece:
         token_id: the token.
         text: text that became certain with it; it may be empty.
         logprob: of the token, if the request asked for log-probabilities.
+        thoughts: of a reasoning model, which are no part of `text`.
     """
 
     token_id: int
     text: str
     logprob: TokenLogprob | None = None
+    thoughts: str = ""
 
 
 class Decoding:
@@ -114,11 +117,12 @@ class Decoding:
         sampling: how tokens are drawn.
         max_tokens: most tokens to draw.
         stop: strings that end the answer.
-        hidden: see `TextStream`.
+        thoughts: how the answer has its thoughts; None makes them a part of its text.
 
     Attributes:
         kv: of the sequence; None before the first token, and after the last.
-        text: of the tokens.
+        said: the text so far.
+        thoughts: those before the text, so far.
         first_token: `time.perf_counter` when the first token was on the host.
         logprobs: of each token, if they are asked for.
     """
@@ -130,7 +134,7 @@ class Decoding:
         sampling: Sampling,
         max_tokens: int,
         stop: Sequence[str] = (),
-        hidden: frozenset[int] | None = None,
+        thoughts: Thoughts | None = None,
     ) -> None:
         device, tokenizer = fused.logits.device, fusor.tokenizer
         options = sampling.generation_options(tokenizer)
@@ -140,7 +144,9 @@ class Decoding:
         self._bias_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.long, device=device)
         self._bias = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32, device=device)
         self.kv: SequenceKV | None = None
-        self.text, self.first_token = TextStream(tokenizer, stop, hidden), 0.0
+        self._text = TextStream(tokenizer, stop, None if thoughts is None else thoughts.hidden)
+        self._reader = None if thoughts is None else ThoughtReader(thoughts)
+        self.said, self.thoughts, self.first_token = "", "", 0.0
         self.logprobs: list[TokenLogprob] = []
 
     @property
@@ -151,7 +157,7 @@ class Decoding:
     @property
     def finish_reason(self) -> str | None:
         """Either "stop" (end of sequence or a stop string) or "length"; None while the answer goes on."""
-        return "stop" if self.text.stopped else self._next.finish_reason
+        return "stop" if self._text.stopped else self._next.finish_reason
 
     def draw(self, logits_V: torch.Tensor) -> Piece:
         """Draw the next token.
@@ -174,7 +180,19 @@ class Decoding:
             likeliest = tuple(zip(ids.tolist(), values.tolist(), strict=True))
             logprob = TokenLogprob(token_id, float(logprobs_V[token_id]), likeliest)
             self.logprobs.append(logprob)
-        return Piece(token_id, self.text.add(token_id), logprob)
+        text, thoughts = self._read(self._text.add(token_id))
+        return Piece(token_id, text, logprob, thoughts)
+
+    def finish(self) -> tuple[str, str]:
+        """The text and the thoughts that were held back."""
+        return self._read(self._text.finish(), is_last=True)
+
+    def _read(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
+        thoughts, reader = "", self._reader
+        if reader is not None:
+            thoughts, text = reader.finish(text) if is_last else reader.add(text)
+        self.said, self.thoughts = self.said + text, self.thoughts + thoughts
+        return text, thoughts
 
     def _adjusted(self, logits_V: torch.Tensor) -> torch.Tensor:
         """The logits after penalties, biases and grammar; without any, the same tensor."""

@@ -203,7 +203,9 @@ class Engine:
         ratio = asked.recompute_ratio
         fusion = config.fusion if ratio is None else replace(config.fusion, recompute_ratio=ratio)
         searches = asked.documents is not None or asked.layout is None or asked.num_chunks != 0
-        layout = asked.layout or self.prompts.question(question)
+        if (layout := asked.layout) is None:
+            layout = self.prompts.question(question)
+            asked = replace(asked, thoughts=self.prompts.thoughts(layout))
         layout.check_length(max_tokens, self.fusor.max_positions)
         # 2. Find the chunks.
         scored = self._retrieve(question, asked, check) if searches else []

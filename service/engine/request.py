@@ -180,7 +180,7 @@ class Answer:
 
     Args:
         text: the generated text, special tokens left out.
-        thoughts: those in the text, where an adapter has read them.
+        thoughts: a reasoning model's, which are no part of the text.
         token_ids: the generated token ids.
         chunks: the chunks in the prompt, in order; distance is NaN where documents were brought.
         plan: how the prompt was prefilled.
@@ -201,6 +201,7 @@ class Answer:
         plan = self.plan
         return {
             "text": self.text,
+            "thoughts": self.thoughts,
             "token_ids": self.token_ids,
             "chunks": [
                 {**chunk_origin(scored), "tokens": len(scored.chunk.token_ids), "text": scored.chunk.text}
@@ -234,7 +235,7 @@ class Done:
     Args:
         answer: the answer; TTFT and prefill in its timings include the time in the queue.
         finish_reason: "stop" (end of sequence or a stop string) or "length".
-        last_text: text that was held back until now.
+        last_text, last_thoughts: those that were held back until now.
         queue_s: seconds that the request waited before its prefill began.
         logprobs: of each token, if the request asked for them.
         deviation_N: each prompt token's KV deviation where it was measured (paper §4.1), 0 elsewhere.
@@ -243,6 +244,7 @@ class Done:
     answer: Answer
     finish_reason: str
     last_text: str
+    last_thoughts: str
     queue_s: float
     logprobs: tuple[TokenLogprob, ...]
     deviation_N: torch.Tensor = field(repr=False)
@@ -403,8 +405,8 @@ class Request:
         for _ in self._layers:
             return False
         fused, leader = self.fused, self.leader
-        hidden = None if self.asked.thoughts is None else self.asked.thoughts.hidden
-        self.decoding = decoding = Decoding(self.engine.fusor, fused, self.asked, self.max_tokens, self.asked.stop, hidden)
+        asked = self.asked
+        self.decoding = decoding = Decoding(self.engine.fusor, fused, asked, self.max_tokens, asked.stop, asked.thoughts)
         is_complete = self._draw(fused.logits)
         if not is_complete:
             decoding.kv = self.engine.fusor.decoder.sequence(fused)
@@ -436,12 +438,13 @@ class Request:
         assert decoding.finish_reason is not None
         if prefill.prefix is not None:
             prefill.prefix.commit_prompt()  # an answer of one token has appended none
-        held_back = decoding.text.finish()
+        last_text, last_thoughts = decoding.finish()
         self.ended = time.perf_counter()
         return Done(
             answer=self._answer(prefill, decoding),
             finish_reason=decoding.finish_reason,
-            last_text=held_back,
+            last_text=last_text,
+            last_thoughts=last_thoughts,
             queue_s=self.begun - (self.submitted or self.begun),
             logprobs=tuple(decoding.logprobs),
             deviation_N=prefill.fused.deviation,
@@ -491,7 +494,8 @@ class Request:
             predicted_load_s=None if loading is None else loading.load_s,
         )
         return Answer(
-            text=decoding.text.text,
+            text=decoding.said,
+            thoughts=decoding.thoughts,
             token_ids=decoding.token_ids,
             chunks=self.chunks,
             plan=plan,

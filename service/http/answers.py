@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from cacheblend.service.engine.decoding import Piece, TextStream, TokenLogprob
-from cacheblend.service.engine.reasoning import ThoughtReader, Thoughts
 from cacheblend.service.engine.request import Done, Request, chunk_origin
 
 from .schemas import ChatBody, CompletionBody, GenerationBody, read_arguments
@@ -23,43 +22,32 @@ Call = Mapping[str, Any]  # in OpenAI's shape
 
 
 class TextChoice:
-    """One choice of a text completion; `token_text` decodes a token by itself, `thoughts` are read out of its text."""
+    """One choice of a text completion; `token_text` decodes a token by itself."""
 
     prefix = "cmpl"
     kind = piece_kind = "text_completion"
 
-    def __init__(
-        self,
-        index: int,
-        body: ChatBody | CompletionBody,
-        token_text: Callable[[int], str],
-        thoughts: Thoughts | None = None,
-    ) -> None:
+    def __init__(self, index: int, body: ChatBody | CompletionBody, token_text: Callable[[int], str]) -> None:
         self._index, self._streamed, self._token_text = index, body.stream, token_text
         self._has_logprobs = body.returned_logprobs is not None
         names = [tool.function.name for tool in body.called_tools]
         self._reader = CallReader(names, 1 if body.parallel_tool_calls is False else None)
-        self._thought_reader = None if thoughts is None else ThoughtReader(thoughts)
-        self.thoughts: list[str] = []  # that were read
         self._pending: list[TokenLogprob] = []  # of tokens whose text is held back
         self._offset: int | None = None  # characters so far; None before the first piece
 
     def add(self, event: Piece | Done) -> dict[str, Any] | None:
         """The choice in JSON: of a streamed piece, None where nothing is certain yet, or of a complete answer."""
-        calls, reason, thoughts, reader = list[Call](), None, "", self._thought_reader
+        calls, reason = list[Call](), None
         if isinstance(event, Piece):
-            thoughts, text = ("", event.text) if reader is None else reader.add(event.text)
-            text = self._reader.add(text) if text else ""
+            thoughts, text = event.thoughts, self._reader.add(event.text) if event.text else ""
             self._pending += [event.logprob] if event.logprob is not None else []
             if not (text or thoughts) and self._offset is not None:
                 return None
         else:
-            text = event.last_text if self._streamed else event.answer.text
-            thoughts, text = ("", text) if reader is None else reader.finish(text)
-            text, calls = self._reader.finish(text)
+            thoughts = event.last_thoughts if self._streamed else event.answer.thoughts
+            text, calls = self._reader.finish(event.last_text if self._streamed else event.answer.text)
             reason = "tool_calls" if calls else event.finish_reason
             self._pending = self._pending if self._streamed else [*event.logprobs]
-        self.thoughts.append(thoughts)
         logprobs = self.logprobs(self._pending, self._offset or 0) if self._has_logprobs else None
         choice = {"index": self._index, **self.content(text, calls, thoughts), "logprobs": logprobs, "finish_reason": reason}
         self._pending, self._offset = [], (self._offset or 0) + len(text)

@@ -178,8 +178,7 @@ class Generation:
     def __init__(self, request: Request, first: PromptRequest, body: Body, choice_class: type[TextChoice]) -> None:
         self._body, self._events = body, asyncio.Queue[tuple[int, Event]]()
         self._server: Server = request.app.state.server
-        token_text, thoughts = self._server.token_text, first.asked.thoughts
-        self._choices = [choice_class(index, body, token_text, thoughts) for index in range(body.n or 1)]
+        self._choices = [choice_class(index, body, self._server.token_text) for index in range(body.n or 1)]
         self._head = {
             "id": f"{choice_class.prefix}-{uuid.uuid4().hex}",
             "object": choice_class.piece_kind if body.stream else choice_class.kind,
@@ -262,7 +261,7 @@ class Generation:
         if self._served[0].asked.thoughts is None:
             return usage(done)
         count = self._served[0].engine.prompts.text_ids
-        return usage(done, sum(len(count("".join(choice.thoughts))) for choice in self._choices))
+        return usage(done, sum(len(count(each.answer.thoughts)) for each in done.values()))
 
     def cancel(self) -> None:
         """Give up what has not ended."""

@@ -59,23 +59,41 @@ def client(open_engine: OpenEngine) -> Iterator[openai.OpenAI]:
         yield client
 
 
+def grammar_of(compiler: GrammarCompiler, text: str) -> Grammar:
+    """The grammar of one text, marks of thoughts included."""
+    llguidance = pytest.importorskip("llguidance")
+    compiler.json()  # makes the vocabulary
+    ids = compiler._tokenizer(text, add_special_tokens=False)["input_ids"]
+    lark = llguidance.LLMatcher.grammar_from_lark(f"start: {' '.join(f'<[{token}]>' for token in ids)}")
+    return Grammar(llguidance.LLMatcher(compiler._vocabulary, lark), "test")
+
+
 @pytest.fixture
 def says(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the model says, in a list to be changed; it thinks before, unless its prompt has ended the thoughts."""
-    llguidance, said = pytest.importorskip("llguidance"), [SAID]
+    said = [SAID]
 
     def sampling_of(_: Any, compiler: GrammarCompiler, thoughts: Thoughts) -> dict[str, Any]:
-        compiler.json()  # makes the vocabulary
         if thoughts.format.has_channels:
             text = f"<|channel|>analysis<|message|>{THOUGHTS}<|end|><|start|>assistant{said[0]}"
         else:
             text = said[0] if thoughts.is_closed else f"<think>\n{THOUGHTS}\n</think>\n\n{said[0]}"
-        ids = compiler._tokenizer(text, add_special_tokens=False)["input_ids"]
-        lark = llguidance.LLMatcher.grammar_from_lark(f"start: {' '.join(f'<[{token}]>' for token in ids)}")
-        return {"grammar": Grammar(llguidance.LLMatcher(compiler._vocabulary, lark), "test")}
+        return {"grammar": grammar_of(compiler, text)}
 
     monkeypatch.setattr(chat, "sampling_of", sampling_of)
     return said
+
+
+def test_an_engines_answer(open_engine: OpenEngine) -> None:
+    """`Engine.answer` and its stream have thoughts apart from the text; a text that is continued keeps them in it."""
+    engine, raw = thinking_engine(open_engine, QWEN3), f"<think>\n{THOUGHTS}\n</think>\n\n{SAID}"
+    grammar = grammar_of(GrammarCompiler(engine.fusor.model, engine.fusor.tokenizer), raw)
+    answer = engine.answer(QUESTION, grammar=grammar, max_tokens=120)
+    assert (answer.text, answer.thoughts, answer.as_dict()["thoughts"]) == (SAID, THOUGHTS, THOUGHTS)
+    *pieces, done = engine.stream(engine.prepare(QUESTION, grammar=grammar, max_tokens=120))
+    assert "".join(piece.text for piece in pieces) + done.last_text == SAID
+    continued = engine.answer("", layout=engine.prompts.completion("So: "), num_chunks=0, grammar=grammar, max_tokens=120)
+    assert (continued.text, continued.thoughts) == (raw, "")
 
 
 def ask(client: openai.OpenAI, **options: Any) -> ChatCompletion:
