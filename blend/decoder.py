@@ -113,6 +113,7 @@ class Decoder:
 
     Attributes:
         anatomy: what each layer caches, rotates and reads.
+        layers: their modules.
         rows_at_once: rows in one attention call.
         rope_border: see `families.rope_border`.
 
@@ -149,11 +150,11 @@ class Decoder:
             layers = list(map(packed, layers))
             if type(model.get_output_embeddings()) is nn.Linear:
                 exit_tree.set_output_embeddings(PackedLinear(exit_tree.get_output_embeddings()))
-        self._layers, self._exit = layers, exit_tree
+        self.layers, self._exit = layers, exit_tree
         with torch.no_grad():
             self._projectors = [self._projector(layer) for layer in range(self.geometry.layers)]
         # Decoding and chosen rows run fused norms; contiguous rows run the model's own norms, bit for bit.
-        self._fused_layers, self._fused_exit = [with_fused_norms(layer) for layer in self._layers], with_fused_norms(exit_tree)
+        self._fused_layers, self._fused_exit = [with_fused_norms(layer) for layer in self.layers], with_fused_norms(exit_tree)
         attention = self.anatomy[0].attention
         eager = vars(sys.modules[type(attention).__module__]).get("eager_attention_forward")
         self._own_attention: Any = transformers.AttentionInterface().get(str(self.config._attn_implementation), eager)
@@ -262,7 +263,7 @@ class Decoder:
 
     def _projector(self, layer: int) -> Any:
         """The layer without its queries' product, where its attention caches the same without it."""
-        block = self._layers[layer]
+        block = self.layers[layer]
         for name, child in block._modules.items():
             if isinstance(getattr(child, "q_proj", None), nn.Module):
                 without = with_modules(block, **{name: with_modules(child, q_proj=OneHead(self.anatomy[layer].query_size))})
@@ -344,7 +345,7 @@ class Decoder:
             layer_pass = RowsPass(layer_kv, piece, self.windows[anatomy.source], anatomy, scatter=scatter)
             cos_sin_S = (cos_sin_N[0][:, piece.on_device_S], cos_sin_N[1][:, piece.on_device_S])
             piece_hidden = hidden_1SM[:, done : done + len(piece)]
-            block = (self._layers if piece.is_contiguous else self._fused_layers)[layer]
+            block = (self.layers if piece.is_contiguous else self._fused_layers)[layer]
             pieces.append(self._step(block, layer, piece_hidden, piece.on_device_S, cos_sin_S, layer_pass))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
@@ -375,7 +376,7 @@ class Decoder:
             turns = partial(anatomy.rotate, cos_sin=cos_sin), partial(anatomy.rotate_queries, cos_sin=cos_sin)
             layer_pass = IsolatedPass(*turns, self._own_attention, masks[window], prefix, anatomy)
             identity = (torch.ones_like(cos_sin[0]), torch.zeros_like(cos_sin[1]))
-            hidden_1NM = self._step(self._layers[layer], layer, hidden_1NM, positions_N, identity, layer_pass)
+            hidden_1NM = self._step(self.layers[layer], layer, hidden_1NM, positions_N, identity, layer_pass)
             yield layer_pass.k_1HND, layer_pass.v_1HND
         yield self.project_kv(len(self.windows) - 1, hidden_1NM)  # nobody reads the last layer's output
 

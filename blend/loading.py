@@ -156,8 +156,12 @@ def kv_geometry(path_or_hub_id: str, device: torch.device, dtype: DTypeOption) -
         raise InputError(f"the config of the model {name!r} cannot be read: {error}") from error
     config: Any = full.get_text_config(decoder=True)
     dtype = _resolve_dtype(dtype, name, device, {"config": full})
-    layers = int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", None) or 0)
+    looks = getattr(config, "cross_attention_layers", None) or ()  # Mllama's, at images alone
+    layers = int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", None) or 0) - len(looks)
     heads = tuple(map(_heads, getattr(config, "per_layer_config", None) or [config] * layers))[:layers]
+    if config.model_type == "mimo_v2_flash":  # whose code, and not its config, doubles the KV heads of layers with a window
+        kinds = zip(heads, config.layer_types, strict=True)
+        heads = tuple((number * (1 + (kind == "sliding_attention")), size) for (number, size), kind in kinds)
     return KVGeometry(layers, *heads[0], dtype, device, heads_of_layers=heads if len(set(heads)) > 1 else ())
 
 

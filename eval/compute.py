@@ -10,11 +10,46 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
+from torch import nn
 
 from cacheblend.blend import FusionResult
+from cacheblend.blend.anatomy import LayerAnatomy
+from cacheblend.blend.attention import first_seen
 from cacheblend.blend.decoder import Decoder
 
-_UNGATED = ("starcoder2",)  # MLPs of two matrices; all others have three
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCompute:
+    """Multiply-adds of one layer's parts.
+
+    Args:
+        kv: projecting one row's K and V.
+        row: one row's matrix products; of a mixture those of the experts that one token runs through.
+        score: one row's attention to one key: the score, and the value's weighted sum.
+        window: the layer's sliding window; None where it sees every key.
+    """
+
+    kv: int
+    row: int
+    score: int
+    window: int | None
+
+    @classmethod
+    def of(cls, layer: nn.Module, anatomy: LayerAnatomy, window: int | None, config: Any) -> Self:
+        """Count a layer's."""
+        row = 0
+        for weight in layer.parameters():
+            if weight.ndim == 3:  # of experts
+                row += weight[0].numel() * min(int(getattr(config, "num_experts_per_tok", 0) or len(weight)), len(weight))
+            elif weight.ndim == 2:
+                row += weight.numel()
+        kv = int(config.hidden_size) * anatomy.key_heads * sum(anatomy.sizes)
+        return cls(kv=kv, row=row, score=2 * anatomy.query_heads * anatomy.query_size, window=window)
+
+    def rows(self, positions_S: torch.Tensor) -> int:
+        """Count rows through the layer, each against the keys that it sees."""
+        first_S = 0 if self.window is None else first_seen(positions_S, self.window).clamp_min(0)
+        return len(positions_S) * self.row + int((positions_S + 1 - first_S).sum()) * self.score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,69 +57,52 @@ class ModelCompute:
     """Multiply-adds of a model's parts.
 
     Args:
-        kv: projecting one row's K and V.
-        row: one row's Q, K, V and output projections and its MLP.
-        score: one row's attention to one key: the score, and the value's weighted sum.
+        layers: those that keep KV.
+        shared: those that read an earlier layer's.
         head: logits of one row.
-        windows: the sliding window of each layer; None for a layer that sees every key.
     """
 
-    kv: int
-    row: int
-    score: int
+    layers: tuple[LayerCompute, ...]
+    shared: tuple[LayerCompute, ...]
     head: int
-    windows: tuple[int | None, ...]
 
     @classmethod
     def of(cls, decoder: Decoder) -> Self:
-        """Count a decoder's; only the experts that one token runs through count."""
+        """Count a decoder's."""
         config: Any = decoder.config
-        hidden, heads = int(config.hidden_size), int(config.num_attention_heads) * decoder.geometry.head_dim
-        kv = 2 * hidden * decoder.geometry.kv_heads * decoder.geometry.head_dim
-        inner = int(config.intermediate_size)
-        experts = int(getattr(config, "num_experts_per_tok", 0) or 0)
-        if experts:
-            shared = int(getattr(config, "shared_expert_intermediate_size", 0) or 0)
-            inner = experts * int(getattr(config, "moe_intermediate_size", 0) or inner) + shared
-        mlp = (2 if config.model_type in _UNGATED else 3) * hidden * inner
-        return cls(
-            kv=kv,
-            row=kv + 2 * hidden * heads + mlp,
-            score=2 * heads,
-            head=hidden * int(config.vocab_size),
-            windows=tuple(decoder.windows),
+        every = tuple(
+            LayerCompute.of(layer, anatomy, decoder.windows[anatomy.source], config)
+            for layer, anatomy in zip(decoder.layers, decoder.anatomy, strict=True)
         )
+        kept = decoder.geometry.layers
+        return cls(layers=every[:kept], shared=every[kept:], head=int(config.hidden_size) * int(config.vocab_size))
 
     def full_prefill(self, tokens: int) -> int:
         """Count a prompt's prefill through the model's own forward."""
-        everything = torch.arange(tokens)
-        return self.head + sum(self._rows(everything, window) for window in self.windows)
+        return self.head + sum(layer.rows(torch.arange(tokens)) for layer in (*self.layers, *self.shared))
 
     def fusion(self, fused: FusionResult, selection_rows: Iterable[int] = ()) -> int:
         """Count the work that made a prompt's cache; tokens of exact segments (a cached prefix) cost nothing.
 
         A layer that compares candidates projects K and V of all candidates, and again of the rows that it runs. The last
-        layer of a fusion runs only the last row.
+        layer that keeps KV, and those after it, run only the last row of a fusion.
 
         Args:
             fused: the prompt.
             selection_rows: number of rows of the selector's own pass in each layer; they are counted as the prompt's last rows.
         """
-        tokens, last = len(fused.token_ids), len(fused.recomputed) - 1
-        total = self.head
-        for layer, (ran, fresh) in enumerate(zip(fused.recomputed, fused.projected, strict=True)):
-            ends_early = bool(fused.layers) and 0 < layer == last
-            total += self._rows(ran[-1:] if ends_early else ran, self.windows[layer])
+        tokens, last = len(fused.token_ids), len(self.layers) - 1
+        total, is_fusion = self.head, bool(fused.layers)
+        for at, (layer, ran, fresh) in enumerate(zip(self.layers, fused.recomputed, fused.projected, strict=True)):
+            ends_early = is_fusion and 0 < at == last
+            total += layer.rows(ran[-1:] if ends_early else ran)
             if ends_early or len(fresh) > len(ran):
-                total += len(fresh) * self.kv
-        for rows, window in zip(selection_rows, self.windows, strict=False):
-            total += self._rows(torch.arange(tokens - rows, tokens), window)
-        return total
-
-    def _rows(self, positions_S: torch.Tensor, window: int | None) -> int:
-        """Count rows through one layer, each against the keys up to its own position."""
-        keys_S = positions_S + 1 if window is None else (positions_S + 1).clamp(max=window)
-        return len(positions_S) * self.row + int(keys_S.sum()) * self.score
+                total += len(fresh) * layer.kv
+        end_S = fused.recomputed[-1][-1:] if is_fusion else fused.recomputed[-1]
+        total += sum(layer.rows(end_S) for layer in self.shared)
+        return total + sum(
+            layer.rows(torch.arange(tokens - rows, tokens)) for rows, layer in zip(selection_rows, self.layers, strict=False)
+        )
 
 
 def compute_share(fused: FusionResult, model: ModelCompute) -> float:

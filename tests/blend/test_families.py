@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from cacheblend.blend import FusionConfig, FusionResult, Fusor, KVGeometry, Segment, anatomy, decoder, layer_passes
 from cacheblend.blend.anatomy import LayerAnatomy
 from cacheblend.blend.families import VERIFIED
+from cacheblend.blend.loading import kv_geometry
 
 pytestmark = pytest.mark.contract
 
@@ -67,6 +69,15 @@ def test_a_wrapper_is_loaded_from_its_folder(tmp_path: Path) -> None:
     ids = draw_ids(40, 1)
     fused = fusor.fuse([Segment(ids[:20], fusor.precompute(ids[:20])), Segment(ids[20:])], FusionConfig(recompute_ratio=1.0))
     assert float((fused.logits - fusor.prefill(ids).logits).abs().max()) <= 1e-4
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma4_text", "mimo_v2_flash", "mllama_text_model"])
+def test_geometry_of_a_config(family: str, tmp_path: Path) -> None:
+    """A config alone tells the shapes that are stored, also where layers keep nothing or are of different shapes."""
+    fusor = fusor_of(family)
+    fusor.model.config.save_pretrained(tmp_path)
+    own = kv_geometry(str(tmp_path), torch.device("cpu"), torch.float32)
+    assert replace(own, shared=fusor.decoder.geometry.shared) == fusor.decoder.geometry
 
 
 @pytest.mark.parametrize("family", ["hunyuan_v1_dense", "deepseek_v3", "gpt_oss", "gemma4_text"])

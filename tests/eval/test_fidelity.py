@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import model_families
 import pytest
 import torch
 from fakes import tiny_tokenizer
 from tiny_models import CONFIGS, WINDOW, tiny_model
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from cacheblend.blend import FusionConfig, FusionResult, Fusor, Segment
 from cacheblend.blend.fidelity import first_token_kl_nats
@@ -105,7 +107,7 @@ def test_compute_is_a_share_of_full_prefills(fusor: Fusor) -> None:
     assert (by_attention[0], by_attention[-1]) == (shares[0], shares[-1])
     assert by_attention[1] < shares[1]  # layer 0 runs the chosen tokens alone
     asking, chosen = _fused(fusor, 0.1, "question_attention"), _fused(fusor, 0.1, "first_tokens")
-    assert asking.selection_rows == (len(QUESTION),) * (len(model.windows) - 1)
+    assert asking.selection_rows == (len(QUESTION),) * (len(model.layers) - 1)
     assert compute_share(asking, model) > compute_share(chosen, model)  # the question's own pass counts
 
 
@@ -117,6 +119,20 @@ def test_compute_is_counted_by_hand() -> None:
     matrices = 2 * hidden * hidden + 2 * hidden * hidden // 2 + 3 * hidden * inner
     scores = 2 * hidden * (1 + 2 + 3 + 4 + 5)
     assert model.full_prefill(5) == layers * (5 * matrices + scores) + hidden * 97
+
+
+def test_compute_of_layers_of_different_shapes() -> None:
+    """A prefill of seven tokens by hand: KV heads of each kind of layer, a window, and layers that read another's KV."""
+    if "gemma4_text" not in CONFIG_MAPPING:
+        pytest.skip("this transformers has no gemma4_text")
+    fusor = Fusor(model_families.tiny_model("gemma4_text", sliding_window=3))
+    model = ModelCompute.of(fusor.decoder)
+    own = [sum(weight.numel() for weight in layer.parameters() if weight.ndim == 2) for layer in fusor.model.model.layers]
+    assert [layer.row for layer in (*model.layers, *model.shared)] == own
+    assert [layer.kv for layer in model.layers] == [2 * 64 * 2 * 16, 2 * 64 * 32] * 2
+    sliding, full = (2 * 4 * size * keys for size, keys in ((16, 1 + 2 + 5 * 3), (32, 28)))
+    assert model.full_prefill(7) == 7 * sum(own) + 3 * sliding + 3 * full + 64 * 256
+    assert compute_share(fusor.prefill(list(range(3, 50))), model) == 1
 
 
 def test_an_answer_is_tokenised_as_it_follows_the_prompt() -> None:
