@@ -103,24 +103,20 @@ class GrammarCompiler:
             raise InputError(
                 f"{field}: a pattern repeats too much ({MAX_PATTERN_CHARACTERS} characters in all); make it simpler"
             )
-        limits = llguidance.LLParserLimits(verbose_errors=False, **GRAMMAR_LIMITS)
+        limits, vocabulary = llguidance.LLParserLimits(verbose_errors=False, **GRAMMAR_LIMITS), self._read_vocabulary()
         try:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
         except ValueError as error:  # such as NaN, numbers above 1e308, and halves of characters
             why = "it has a number or a text that JSON cannot have"
             raise InputError(f"{field}: this schema cannot be read ({why}: {error}); leave that out of it") from None
-        matcher = llguidance.LLMatcher(self._read_vocabulary(), grammar, log_level=0, limits=limits)
+        if thoughts is not None and (before := thoughts.grammar(vocabulary.is_special_token)):
+            lark = f"{before}answer: %json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
+            grammar = llguidance.LLMatcher.grammar_from_lark(lark)
+        matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             why = matcher.get_error().strip().partition("\n")[0][:200]
             raise InputError(f"{field}: this schema cannot be enforced ({why}); leave that out of it")
         made = Grammar(matcher, field)
-        made.mask(matcher)
-        vocabulary = self._read_vocabulary()
-        if thoughts is None or not (before := thoughts.grammar(vocabulary.is_special_token)):
-            return made
-        lark = f"{before}answer: %json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
-        grammar = llguidance.LLMatcher.grammar_from_lark(lark)
-        made = Grammar(llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits), field)
         made.mask(made.matcher())
         return made
 

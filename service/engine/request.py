@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .prefill import Prefill
 
+PLAN_FIELDS = ("method", "hits", "misses", "recompute_ratio", "reusable_tokens", "recomputed_tokens")  # of each report
 METHODS = ("full_recompute", "prefix_cache", "full_reuse", "blend")
 
 
@@ -208,21 +209,14 @@ class Answer:
                 for scored in self.chunks
             ],
             "plan": {
-                "method": plan.method,
+                **{name: getattr(plan, name) for name in (*PLAN_FIELDS, "prompt_tokens", "exact_reason")},
                 "segments": [
                     {"kind": segment.kind, "tokens": len(segment.token_ids), "key": segment.key, "tier": segment.tier}
                     for segment in plan.segments
                 ],
-                "hits": plan.hits,
-                "misses": plan.misses,
-                "recompute_ratio": plan.recompute_ratio,
                 "recomputed_per_layer": [len(positions) for positions in plan.recomputed],
-                "prompt_tokens": plan.prompt_tokens,
-                "reusable_tokens": plan.reusable_tokens,
-                "recomputed_tokens": plan.recomputed_tokens,
                 "loaded_bytes": dict(plan.loaded_bytes),
                 "loading": None if plan.loading is None else dataclasses.asdict(plan.loading),
-                "exact_reason": plan.exact_reason,
             },
             "timings": dataclasses.asdict(self.timings),
         }

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from cacheblend.service.engine.decoding import Piece, TextStream, TokenLogprob
-from cacheblend.service.engine.request import Done, Request, chunk_origin
+from cacheblend.service.engine.request import PLAN_FIELDS, Done, Request, chunk_origin
 
 from .schemas import ChatBody, CompletionBody, GenerationBody, read_arguments
 
 OPENS, CLOSES = "<tool_call>", "</tool_call>"  # as Hermes and Qwen write calls
-PLAN_FIELDS = ("method", "hits", "misses", "recompute_ratio", "reusable_tokens", "recomputed_tokens")  # of a report
 Call = Mapping[str, Any]  # in OpenAI's shape
 
 
