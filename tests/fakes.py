@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from cacheblend.store.entry import EncodedEntry
@@ -96,7 +96,7 @@ class FakeRemoteTier:
 
 @functools.cache
 def tiny_tokenizer(vocab: int = 600) -> PreTrainedTokenizerFast:
-    """A byte-level BPE over a little English, with `<s>` (id 0) and `</s>` (id 1); made once a process."""
+    """A byte-level BPE over a little English, with `<s>` (id 0), which it puts in front, and `</s>` (id 1); made once a process."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -107,4 +107,5 @@ def tiny_tokenizer(vocab: int = 600) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator([topics["for"], topics["while"], topics["class"]], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")

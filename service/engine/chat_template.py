@@ -106,7 +106,13 @@ class ChatTemplate:
 
     def ids(self, text: str) -> tuple[int, ...]:
         """Token ids of the template's own text, control tokens read."""
-        return tuple(int(token) for token in self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        # As a batch: for a single text the tokenizer holds Python's lock.
+        return tuple(self._tokenizer([text], add_special_tokens=False)["input_ids"][0])
+
+    def opening_ids(self) -> tuple[int, ...]:
+        """What the tokenizer itself puts in front of a text: BOS, or nothing."""
+        text, ids = list(self.ids("a")), self._tokenizer("a")["input_ids"]
+        return next((tuple(ids[:place]) for place in range(len(ids)) if ids[place : place + len(text)] == text), ())
 
     def has_controls(self, text: str) -> bool:
         """Whether a text has that of a control token, which the template would make one."""

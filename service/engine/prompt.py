@@ -22,6 +22,7 @@ BEFORE_QUESTION = "Question: "
 AFTER_QUESTION = "\nAnswer:"
 MAX_NEW_TOKENS = 4096  # of an answer of a model that says nothing of its positions
 FIRST_READ = 8  # characters a position: where these are too many tokens, the rest is not read
+CONTEXT_LENGTH = "this model's maximum context length is {} tokens"  # OpenAI's words, which routers look for
 CHARACTERS_PER_TOKEN = 64  # no text that is worth a prompt has tokens of so many in the mean
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")  # of a turn, one of which a template reads
 
@@ -95,8 +96,8 @@ class PromptTokens:
             return MAX_NEW_TOKENS if max_tokens is None else max_tokens
         if tokens + (max_tokens or 1) > max_positions:
             raise PromptTooLongError(
-                f"{tokens} prompt tokens and {max_tokens or 1} to generate are more than the model's {max_positions} "
-                "positions; take fewer chunks, lower max_tokens, ask a shorter question, or ingest smaller chunks"
+                f"{CONTEXT_LENGTH.format(max_positions)}, and these are {tokens} of the prompt and {max_tokens or 1} to "
+                "generate; take fewer chunks, lower max_tokens, ask a shorter question, or ingest smaller chunks"
             )
         return max_positions - tokens if max_tokens is None else max_tokens
 
@@ -180,8 +181,8 @@ class PromptRenderer:
     ) -> None:
         self._instruction, self._max_positions = instruction, max_positions
         self._plain = PlainTokenizer(tokenizer)
-        self._bos = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
         self.template = ChatTemplate(tokenizer, self._plain, is_used=chat)
+        self._bos = self.template.opening_ids()
         self._before_question, self._after_question = before_question, "" if self.template.is_used else after_question
         self._question_frame = self._frame([Message("user", "")], instruction)
         self.prefix = self._question_frame.prefix
@@ -281,7 +282,7 @@ class PromptRenderer:
         return PromptTokens(_token_ids(pieces[:first]), _token_ids(pieces[last:])), chunks
 
     def completion(self, text: str) -> PromptTokens:
-        """The prompt of a text to continue: BOS, chunks, text.
+        """The prompt of a text to continue: BOS where the tokenizer puts it, chunks, and the text, whose control tokens are read.
 
         Raises:
             InputError: an empty text.
@@ -290,7 +291,8 @@ class PromptRenderer:
         check_characters(len(text), self._max_positions)
         if not text:
             raise InputError("prompt is empty; give some text to continue")
-        return PromptTokens(self._bos, self._ids(text))
+        self._ids(text[: 2 * (self._max_positions or 0) * FIRST_READ + 1])  # refuses what is too long before it is read
+        return PromptTokens(self._bos, self.template.ids(text))
 
     def thoughts(self, prompt: PromptTokens) -> Thoughts | None:
         """How the answer to a chat's prompt has its thoughts; None for a model without any."""
@@ -400,7 +402,7 @@ class PromptRenderer:
     def _ids(self, text: str) -> tuple[int, ...]:
         most = self._max_positions
         if most is not None and len(text) > 2 * (first := most * FIRST_READ) and len(self._plain.ids(text[:first])) > most:
-            raise PromptTooLongError(f"a text has more tokens than the model's {most} positions; ask a shorter question")
+            raise PromptTooLongError(f"{CONTEXT_LENGTH.format(most)}, and a text has more; ask a shorter question")
         return tuple(self._plain.ids(text))
 
 
@@ -437,5 +439,5 @@ def check_characters(characters: int, max_positions: int | None) -> None:
     """
     if max_positions is not None and characters > max_positions * CHARACTERS_PER_TOKEN:
         raise PromptTooLongError(
-            f"{characters} characters are more than the model's {max_positions} positions hold; ask a shorter question"
+            f"{CONTEXT_LENGTH.format(max_positions)}, and {characters} characters are more; ask a shorter question"
         )

@@ -286,6 +286,7 @@ def test_as_dict(engine: Engine) -> None:
 def test_no_bos_and_no_instruction(open_engine: OpenEngine, fusor: Fusor) -> None:
     """A model without BOS and without an instruction has an empty head: all methods work on chunks and question alone."""
     tokenizer = type(fusor.tokenizer)(tokenizer_object=fusor.tokenizer.backend_tokenizer, eos_token="</s>")
+    tokenizer.backend_tokenizer.post_processor = None
     engine = open_engine(fusor=Fusor(fusor.model, tokenizer), instruction="")
     engine.ingest(DOCUMENTS)
     full = ask(engine, "full_recompute")

@@ -67,7 +67,7 @@ def test_documents_questions_and_messages(template: str | None, of_question: lis
     turns = [Message("system", HOSTILE), Message("user", HOSTILE), Message("assistant", HOSTILE), Message("user", HOSTILE)]
     layout = renderer.chat(turns, with_chunks=True)
     assert controls(replace(layout, chunks=rows).token_ids) == [*of_turns, *of_question]
-    assert controls(replace(PromptRenderer(tokenizer, "").completion(HOSTILE), chunks=rows).token_ids) == ["<s>"]
+    assert controls(replace(PromptRenderer(tokenizer, "").completion("Once"), chunks=rows).token_ids) == ["<s>"]
 
 
 def test_runs_of_spaces_stay_tokens() -> None:

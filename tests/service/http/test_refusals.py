@@ -248,7 +248,7 @@ def test_too_much(client: httpx.Client) -> None:
     for change in ({"documents": [{"text": "word " * 2000}]}, {"messages": [system, USER]}, {"max_tokens": 10**30}):
         for stream in (False, True):
             error = refused(client.post(CHATS, json={**CHAT, **change, "stream": stream}))
-            assert (error["code"], "512 positions" in error["message"]) == ("context_length_exceeded", True)
+            assert (error["code"], "context length is 512 tokens" in error["message"]) == ("context_length_exceeded", True)
 
 
 @pytest.mark.parametrize("id_", ["%00", "%ED%A0%80", "%ff", "a%0Ab", "%C2%9B2J", "a%1b%5d", "%7f"])
