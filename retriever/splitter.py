@@ -77,9 +77,9 @@ class PlainTokenizer:
         ids: list[int] = self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
         return ids if self._controls.isdisjoint(ids) else [token for token, _ in self._encode(text)]
 
-    def has_controls(self, token_ids: Iterable[int]) -> bool:
-        """Whether one of the ids is a control token."""
-        return not self._controls.isdisjoint(token_ids)
+    def controls(self, token_ids: Iterable[int]) -> list[int]:
+        """The control tokens among ids, in order."""
+        return [token for token in token_ids if token in self._controls]
 
     def cut(
         self,

@@ -75,7 +75,7 @@ class PromptMarker:
             return None
         before, documents, question = parts
         asked = [*messages[:-1], replace(messages[-1], content=question)]
-        layout = self._as_written.chat(asked, with_chunks=False, template_kwargs=variables)
+        layout = self._as_written.chat(asked, with_chunks=True, template_kwargs=variables)
         return self._marked(path, body, layout, before, documents)
 
     def _variables(self, body: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -116,7 +116,7 @@ class ChatTemplate:
 
     def has_controls(self, text: str) -> bool:
         """Whether a text has that of a control token, which the template would make one."""
-        return self._plain.has_controls(self.ids(text))
+        return bool(self._plain.controls(self.ids(text)))
 
 
 def _names(node: nodes.Node) -> Iterator[tuple[str, str]]:

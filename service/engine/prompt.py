@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import dataclass
+from itertools import chain, groupby
 from typing import Any, TypeVar
 
 from cacheblend.base.errors import InputError, PromptTooLongError
@@ -137,20 +137,24 @@ class Message:
         return turn
 
 
+Piece = tuple[str, bool]  # a text of a rendered chat, and whether it is the template's own
+
+
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Texts of a template around the question of some turns; `prefix` has everything before the chunks."""
+    """What stands around the question of some turns; `prefix` is the ids of what is before, up to the place of the chunks."""
 
+    before: tuple[Piece, ...]
+    after: tuple[Piece, ...]
     prefix: tuple[int, ...]
-    before_question: str
-    ending: tuple[int, ...]
 
 
 class PromptRenderer:
     """Renders questions, chats and texts for one model and one instruction.
 
-    A chat template is rendered around marks in place of all texts, and cut at the marks: the template's own special tokens are
-    read, those that stand in an instruction, a document or a message are not, and no text of theirs becomes part of a template.
+    A chat template is rendered around marks in place of all texts, between their white space, and cut at the marks: the prompt
+    is the template's own text, token by token, but for the text of control tokens that stand in an instruction, a document or a
+    message: it stays text, and no text becomes part of a template.
     Without a template a prompt is BOS, instruction, earlier turns one a line, chunks, question.
 
     Args:
@@ -184,7 +188,7 @@ class PromptRenderer:
         self.template = ChatTemplate(tokenizer, self._plain, is_used=chat)
         self._bos = self.template.opening_ids()
         self._before_question, self._after_question = before_question, "" if self.template.is_used else after_question
-        self._question_frame = self._frame([Message("user", "")], instruction)
+        self._question_frame = self._frame([Message("user", "")], instruction, with_chunks=True)
         self.prefix = self._question_frame.prefix
 
     def question(self, question: str) -> PromptTokens:
@@ -197,7 +201,7 @@ class PromptRenderer:
         if not isinstance(question, str) or not question.strip():
             raise InputError(f"question={question!r} is empty; ask something")
         check_characters(len(question), self._max_positions)
-        return self._layout(self._question_frame, self._before_question, question)
+        return self._layout(self._question_frame, question, with_chunks=True)
 
     def chat(
         self,
@@ -232,8 +236,8 @@ class PromptRenderer:
             return self.question(messages[0].content)
         has_system = any(message.role == "system" for message in messages)
         instruction = self._instruction if with_chunks and not has_system else ""
-        frame = self._frame([self._apart(message) for message in messages], instruction, tools, template_kwargs)
-        return self._layout(frame, self._before_question if with_chunks else "", messages[question_place(messages)].content)
+        frame = self._frame(messages, instruction, tools, template_kwargs, with_chunks=with_chunks)
+        return self._layout(frame, messages[question_place(messages)].content, with_chunks=with_chunks)
 
     def chat_around(
         self,
@@ -282,7 +286,7 @@ class PromptRenderer:
         return PromptTokens(_token_ids(pieces[:first]), _token_ids(pieces[last:])), chunks
 
     def completion(self, text: str) -> PromptTokens:
-        """The prompt of a text to continue: BOS where the tokenizer puts it, chunks, and the text, whose control tokens are read.
+        """The prompt of a text to continue: BOS where the tokenizer puts it, chunks, and the text, its control tokens read.
 
         Raises:
             InputError: an empty text.
@@ -291,7 +295,7 @@ class PromptRenderer:
         check_characters(len(text), self._max_positions)
         if not text:
             raise InputError("prompt is empty; give some text to continue")
-        self._ids(text[: 2 * (self._max_positions or 0) * FIRST_READ + 1])  # refuses what is too long before it is read
+        self._check_tokens(text)
         return PromptTokens(self._bos, self.template.ids(text))
 
     def thoughts(self, prompt: PromptTokens) -> Thoughts | None:
@@ -336,21 +340,16 @@ class PromptRenderer:
             if self.template.has_controls(text):
                 raise InputError(f"{field}: has the text of a control token of the model; write it in other words")
 
-    def _apart(self, message: Message) -> Message:
-        """A turn whose thoughts do not stand in its text."""
-        if message.role != "assistant" or self.template.thoughts is None:
-            return message
-        if not message.thoughts:
-            thoughts, content = self.template.thoughts.split(message.content)
-            return replace(message, thoughts=thoughts, content=content)
-        # Beside a call the template of gpt-oss refuses thoughts and a text.
-        has_all = self.template.thoughts.format.has_channels and message.content and message.tool_calls
-        return replace(message, thoughts="") if has_all else message
-
-    def _layout(self, frame: _Frame, before_question: str, question: str) -> PromptTokens:
+    def _layout(self, frame: _Frame, question: str, *, with_chunks: bool) -> PromptTokens:
         # In one go: alone, the space at the end of "Question: " would be a token that no text has in this place.
-        asked = self._ids(f"{frame.before_question}{before_question}{question.strip()}{self._after_question}")
-        return PromptTokens(frame.prefix, (*asked, *frame.ending))
+        asked = f"{self._before_question if with_chunks else ''}{question.strip()}{self._after_question}"
+        after: list[Piece] = [(asked, False), *frame.after]
+        if with_chunks or not self.template.is_used:
+            return PromptTokens(frame.prefix, self._joined(after))
+        prompt = self._joined([*frame.before, *after])
+        pairs = enumerate(zip(prompt, frame.prefix, strict=False))
+        place = next((place for place, (one, other) in pairs if one != other), len(frame.prefix))
+        return PromptTokens(prompt[:place], prompt[place:])
 
     def _frame(
         self,
@@ -358,39 +357,57 @@ class PromptRenderer:
         instruction: str,
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        with_chunks: bool,
     ) -> _Frame:
         """Render the turns, the chunks and the question left out."""
         asks = question_place(messages)
         if not self.template.is_used:
             earlier = "".join(f"{message.content.strip()}\n" for message in messages[:asks])
-            return _Frame((*self._bos, *self._ids(instruction), *self._ids(earlier)), "", ())
-        # 1. A mark for each text that there is, and one for the chunks before the question.
-        texts: dict[str, str] = {}  # by mark
+            return _Frame((), (), (*self._bos, *self._ids(instruction), *self._ids(earlier)))
+        # 1. A mark for each text that there is; with chunks the question's is their place too.
+        texts: dict[str, Piece] = {}  # by mark, and whether the template may drop it
         turns: list[dict[str, Any]] = []
-        may_go: set[str] = set()
+        question = secrets.token_hex(16)
         for place, message in enumerate(messages):
-            own = [instruction, message.content] if place == asks else [message.content] if message.content else []
-            new = [secrets.token_hex(16) for _ in own]
-            thoughts = secrets.token_hex(16) if message.thoughts else ""
-            if thoughts:
-                texts[thoughts] = message.thoughts.strip("\n")
-                may_go.add(thoughts)
             if place == asks:
-                question = new[1]
-            texts.update(zip(new, own, strict=True))
-            turns.append(message.turn("".join(new), thoughts))
+                opening = _marked(instruction, texts)
+                texts[question] = "", False
+                turns.append(message.turn(opening + (question if with_chunks else _around_core(message.content, question))))
+            else:
+                turns.append(self._turn(message, texts))
         # 2. What the template puts around them; it may drop thoughts.
         rendered = self._render(turns, tools, template_kwargs)
-        marks = [mark for mark in texts if mark in rendered or mark not in may_go]
+        marks = [mark for mark, (_, may_go) in texts.items() if mark in rendered or not may_go]
+        marks.sort(key=rendered.find)  # Mistral's has the system message in the last turn
         between, place = _around(rendered, marks), marks.index(question)
-        before = self._joined(between[:place], [texts[mark] for mark in marks[:place]])
-        ending = self._joined(between[place + 1 : -1], [texts[mark] for mark in marks[place + 1 :]])
-        return _Frame(before, between[place], (*ending, *self.template.ids(between[-1])))
+        pieces: list[Piece] = []
+        for own, mark in zip(between, marks, strict=False):
+            pieces += [(own, True), (texts[mark][0], False)]
+        before, after = pieces[: 2 * place + 1], [*pieces[2 * place + 2 :], (between[-1], True)]
+        return _Frame(tuple(before), tuple(after), self._joined(before))
 
-    def _joined(self, openings: Sequence[str], texts: Sequence[str]) -> tuple[int, ...]:
-        """The ids of texts, each after what the template puts before it."""
-        pairs = zip(openings, texts, strict=True)
-        return tuple(token for opening, text in pairs for token in (*self.template.ids(opening), *self._ids(text)))
+    def _turn(self, message: Message, texts: dict[str, Piece]) -> dict[str, Any]:
+        """A turn as the template has it, with marks in place of its texts."""
+        thinking = self.template.thoughts if message.role == "assistant" else None
+        # Beside a call the template of gpt-oss refuses thoughts and a text.
+        has_all = thinking is not None and thinking.format.has_channels and message.content and message.tool_calls
+        thoughts = "" if has_all else _marked(message.thoughts, texts, may_go=True)
+        if thinking is None or thoughts or (parts := thinking.split(message.content)) is None:
+            return message.turn(_marked(message.content, texts), thoughts)
+        opens, inner, said = parts
+        return message.turn(opens + _marked(inner, texts, may_go=True) + thinking.format.closes + _marked(said, texts))
+
+    def _joined(self, pieces: Sequence[Piece]) -> tuple[int, ...]:
+        """The ids of texts in one go, as in the model's own prompt; one by one if that makes a control token of a text."""
+        text = "".join(text for text, _ in pieces)
+        self._check_tokens(text)
+        own = [self.template.ids(text) if is_own else () for text, is_own in pieces]
+        ids = self.template.ids(text)
+        if self._plain.controls(ids) == self._plain.controls(chain.from_iterable(own)):
+            return ids
+        apart = (ids if is_own else self._ids(text) for ids, (text, is_own) in zip(own, pieces, strict=True))
+        return tuple(chain.from_iterable(apart))
 
     def _render(
         self, turns: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any] | None
@@ -400,10 +417,14 @@ class PromptRenderer:
         return rendered
 
     def _ids(self, text: str) -> tuple[int, ...]:
+        self._check_tokens(text)
+        return tuple(self._plain.ids(text))
+
+    def _check_tokens(self, text: str) -> None:
+        """Refuse a text of too many tokens by its beginning."""
         most = self._max_positions
         if most is not None and len(text) > 2 * (first := most * FIRST_READ) and len(self._plain.ids(text[:first])) > most:
             raise PromptTooLongError(f"{CONTEXT_LENGTH.format(most)}, and a text has more; ask a shorter question")
-        return tuple(self._plain.ids(text))
 
 
 def _as_chunk(text: str, token_ids: tuple[int, ...]) -> Chunk:
@@ -418,6 +439,19 @@ def _token_ids(pieces: Iterable[Chunk]) -> tuple[int, ...]:
 def question_place(messages: Sequence[Message]) -> int:
     """Which message is the user's last one, which asks."""
     return max(place for place, message in enumerate(messages) if message.role == "user")
+
+
+def _around_core(text: str, mark: str) -> str:
+    """A mark between a text's white space, which a template may trim."""
+    return text[: len(text) - len(text.lstrip())] + mark + text[len(text.rstrip()) :]
+
+
+def _marked(text: str, texts: dict[str, Piece], *, may_go: bool = False) -> str:
+    """A mark in place of what is not white space of a text, noted in `texts`; white space as it is."""
+    if not (core := text.strip()):
+        return text
+    texts[mark := secrets.token_hex(16)] = core, may_go
+    return _around_core(text, mark)
 
 
 def _around(rendered: str, marks: Sequence[str]) -> list[str]:

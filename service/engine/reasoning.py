@@ -67,12 +67,15 @@ class Thoughts:
                 return cls(each, tokens=tokens, hidden=frozenset(special - shown) if shown else None)
         return None
 
-    def split(self, text: str) -> tuple[str, str]:
-        """Thoughts and answer in the text of an earlier turn, as a client that got both as one sends it back."""
-        if self.format.has_channels or self.format.closes not in text:
-            return "", text
-        opens = text.lstrip().startswith(self.format.opens)
-        return ThoughtReader(Thoughts(self.format, is_open=not opens)).finish(text)
+    def split(self, text: str) -> tuple[str, str, str] | None:
+        """The mark before the thoughts, "" where the prompt had it, the thoughts, and what follows the mark after them, in the
+        text of an earlier turn as a client that got all as one sends it back; None for a text without thoughts.
+        """
+        thoughts, closes, said = text.partition(self.format.closes)
+        opens = self.format.opens if thoughts.startswith(self.format.opens) else ""
+        if self.format.has_channels or not closes or (not opens and self.format.opens in thoughts):
+            return None
+        return opens, thoughts.removeprefix(opens), said
 
     def grammar(self, is_special: Callable[[int], bool]) -> str:
         """The beginning of a grammar in Lark, whose `answer` comes after the thoughts; empty if there are none.

@@ -106,7 +106,7 @@ def test_a_template_that_trims() -> None:
     """A template that trims white space around the message changes nothing of the prompt."""
     trimmed = TEMPLATE.replace("message.content", "message.content | trim")
     prompt = [
-        over(PromptRenderer(tokenizer(template), " Read.\n").question("a?"), split(DOCUMENTS))
+        over(PromptRenderer(tokenizer(template), "Read.\n").question("a?"), split(DOCUMENTS))
         for template in (TEMPLATE, trimmed)
     ]
     assert prompt[0] == prompt[1]

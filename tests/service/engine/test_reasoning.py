@@ -90,11 +90,11 @@ def test_earlier_thoughts() -> None:
         layout = PromptRenderer(tokenizer, "").chat(turns, with_chunks=False)
         texts[template] = tokenizer.decode(layout.token_ids)
         assert "old" not in texts[template]
-        assert "assistant\nHello<|im_end|>" in texts[template] or "<|message|>Hello<|end|>" in texts[template]
+        assert "Hello<|im_end|>" in texts[template] or "<|message|>Hello<|end|>" in texts[template]
         if template == QWEN3:  # what a client writes is no mark
             assert layout.token_ids.count(tokenizer.convert_tokens_to_ids("</think>")) == 1
     assert "<think>\nnew </think>\n</think>\n\n<tool_call>" in texts[QWEN3]
-    assert "analysis<|message|>new </think><|end|><|start|>assistant to=functions.f" in texts[GPT_OSS]
+    assert "analysis<|message|>\nnew </think>\n<|end|><|start|>assistant to=functions.f" in texts[GPT_OSS]
 
 
 CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
