@@ -13,8 +13,11 @@ if [ ! -e "$environment/.installed" ]; then
         echo "vLLM's CPU build cannot be installed here: the tests of blending inside it are left out" >&2
         exit 77
     fi
-    # Of text models vLLM needs none of these, and builds that do not fit its PyTorch stop transformers.
-    "$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+    # vLLM needs neither here, and builds that do not fit its PyTorch stop transformers.
+    "$python" -m pip uninstall --quiet --yes torchaudio torchcodec
+    # Image processors import torchvision. The package index's build has operators for CUDA alone; without them it describes two all the same.
+    find "$environment" -path '*/torchvision/_meta_registrations.py' -exec \
+        sed -i 's/^@torch.library.register_fake("torchvision::\(.*\)")/@register_meta("\1")/' {} +
     # vLLM pins its own fastapi; what the project needs beside vLLM's dependencies is little.
     "$python" -m pip install --quiet setuptools faiss-cpu langchain-text-splitters xxhash threadpoolctl pathspec obstore pytest pytest-timeout hypothesis
     touch "$environment/.installed"

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.forward_context import set_forward_context
@@ -115,8 +116,8 @@ class BlendMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # see above
                 self._requests.labels(*labels, outcome, reason).inc(count)
 
 
-class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see above
-    """Blends requests whose `kv_transfer_params` have marks; see `Marks`.
+class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # see above
+    """Blends requests whose `kv_transfer_params` have marks; see `Marks`. With a hybrid model all are left to vLLM.
 
     Raises:
         ConfigError: an option is unknown or has a value that is not allowed.
@@ -125,7 +126,7 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        if trouble := _trouble(vllm_config, kv_cache_config):
+        if not vllm_config.model_config.is_hybrid and (trouble := _trouble(vllm_config, kv_cache_config)):
             raise UnsupportedModelError(f"CacheBlendConnector does not work with {trouble}; leave it out")
         self._config = ConnectorConfig.from_options(self._kv_transfer_config.kv_connector_extra_config)
         # A failed blend is computed by vLLM; its own default is to fail the request.
@@ -144,7 +145,8 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
             prefix_tokens = self._config.prefix_tokens(geometry, parallel.tensor_parallel_size)
             ratio = self._config.engine.loader.quality_ratio
             naming = self._config.naming(model)
-            self._scheduler = BlendScheduler(naming, self._store.find, ratio, hashed, prefix_tokens)
+            refusal = "hybrid_model" if model.is_hybrid else ""
+            self._scheduler = BlendScheduler(naming, self._store.find, ratio, hashed, prefix_tokens, refusal)
 
     # The scheduler's side, in the order in which vLLM calls it.
 
@@ -176,15 +178,23 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return False, self._scheduler.finish(request)
 
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
     # A worker's side.
 
     def attach(self, worker: Any) -> None:
         """Take a worker's loaded model and pages, and check that blending over them is exact where it must be.
 
+        A hybrid model is not taken.
+
         Raises:
             UnsupportedModelError: it is not, or the model's layers cannot be run on chosen rows.
         """
         settings, device = self._vllm_config.model_config, torch.device(self._vllm_config.device_config.device)
+        if settings.is_hybrid:
+            logger.warning("%s is a hybrid model: every request is computed exactly, and no KV is stored", settings.model)
+            return
         naming = self._config.naming(settings)
         with set_forward_context(None, self._vllm_config):
             runner = VllmRunner(worker.model_runner.get_model(), settings, device)
@@ -228,7 +238,8 @@ class CacheBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see abov
 
     def precompute(self, chunks: Sequence[Sequence[int]], which: Sequence[int], cache_salt: str | None) -> tuple[int, int]:
         """Compute and store chunks' KV now, between two steps of the engine; see `BlendWorker.precompute`."""
-        assert self._worker is not None
+        if self._worker is None:  # a hybrid model
+            return 0, 0
         with set_forward_context(None, self._vllm_config):
             return self._worker.precompute([tuple(chunk) for chunk in chunks], which, namespace_of(cache_salt or ""))
 

@@ -21,6 +21,7 @@ def register() -> None:
     A worker with the connector raises UnsupportedModelError in a vLLM that the connector was not tested with.
     """
     from vllm import __version__
+    from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -28,7 +29,15 @@ def register() -> None:
         KVConnectorFactory.register_connector(CONNECTOR, f"{__package__}.connector", CONNECTOR)
     if hasattr(Worker, "cacheblend_precompute"):
         return
-    own, initialize = Worker.initialize_from_config, Worker.__init__
+    own, initialize, complete = Worker.initialize_from_config, Worker.__init__, VllmConfig.__post_init__
+
+    @functools.wraps(complete)
+    def complete_config(self: Any) -> None:
+        transfer, scheduling = self.kv_transfer_config, self.scheduler_config
+        is_blended = transfer is not None and transfer.has_connector(CONNECTOR) and not self.model_config.is_hybrid
+        if is_blended and scheduling.disable_hybrid_kv_cache_manager is None:
+            scheduling.disable_hybrid_kv_cache_manager = True  # windowed layers' KV in one group with the others'
+        complete(self)
 
     @functools.wraps(initialize)
     def limit_kernels(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -47,6 +56,7 @@ def register() -> None:
                 raise UnsupportedModelError(f"{why}: install that version, or another one of cacheblend")
             connector.attach(self)
 
+    VllmConfig.__post_init__ = complete_config
     Worker.__init__ = limit_kernels
     Worker.initialize_from_config = initialize_from_config
     Worker.cacheblend_precompute = _precompute

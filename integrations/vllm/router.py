@@ -142,12 +142,16 @@ def windows(
 
 @dataclass(frozen=True, slots=True)
 class RunningEngine:
-    """The running vLLM: a marker and the naming of its model, the model's positions (None: any), and `collective_rpc`."""
+    """The running vLLM: a marker and the naming of its model, the model's positions (None: any), and `collective_rpc`.
+
+    Of a hybrid model no KV is stored.
+    """
 
     marker: PromptMarker
     naming: ChunkNaming
     max_positions: int | None
     call: Callable[..., Awaitable[Any]]
+    is_hybrid: bool = False
 
 
 class BlendRoutes:
@@ -174,7 +178,7 @@ class BlendRoutes:
         naming = await run_in_threadpool(config.naming, model)
         marker = PromptMarker(tokenizer, config, int(model.max_model_len))
         positions = getattr(model.hf_text_config, "max_position_embeddings", None)
-        self.engine = RunningEngine(marker, naming, positions, engine_client.collective_rpc)
+        self.engine = RunningEngine(marker, naming, positions, engine_client.collective_rpc, model.is_hybrid)
 
     async def mark(self, path: str, body: bytes) -> bytes:
         """A request's body with token ids and marks, or as it was; raises what `PromptMarker.mark` does."""
@@ -193,6 +197,8 @@ class BlendRoutes:
         """POST {"documents": [{"title", "text"}, ...]}: compute and store their chunks' KV, between other requests' steps."""
         if (engine := self.engine) is None:
             return _error(503, "vLLM runs without CacheBlendConnector")
+        if engine.is_hybrid:
+            return _error(400, "of a hybrid model no KV is stored: send the documents with each request")
         try:
             body = await request.json()
             documents = body.get("documents") if isinstance(body, dict) else None

@@ -116,9 +116,9 @@ class BlendScheduler:
     """Decides on arrival and at scheduling, and keeps what the answers tell.
 
     `stored` looks keys up and reads no KV; `ratio` is for requests that name none, `block_size` the tokens of a block hash,
-    `prefix_tokens` those of the longest prefix whose KV the workers hold. A blend is worth it where it runs no more than
-    `largest_share` of the rows that vLLM's own prefill would: beside rows it copies, rotates and writes KV, and a request that
-    is left to vLLM shares its blocks with others.
+    `prefix_tokens` those of the longest prefix whose KV the workers hold, `refusal` why no request is
+    blended, if so. A blend is worth it where it runs no more than `largest_share` of the rows that vLLM's own prefill would:
+    beside rows it copies, rotates and writes KV, and a request that is left to vLLM shares its blocks with others.
     """
 
     largest_share = 0.75
@@ -130,9 +130,10 @@ class BlendScheduler:
         ratio: float,
         block_size: int,
         prefix_tokens: int,
+        refusal: str = "",
     ) -> None:
         self._naming, self._stored, self._ratio, self._block_size = naming, stored, ratio, block_size
-        self._prefix_tokens = prefix_tokens
+        self._prefix_tokens, self._refusal = prefix_tokens, refusal
         self._marked: dict[str, _Marked] = {}
         self._reports: dict[str, dict[str, Any]] = {}  # of requests that are left to vLLM
         self._jobs: list[BlendJob] = []
@@ -146,7 +147,7 @@ class BlendScheduler:
         if not isinstance(params, Mapping) or PARAMS_KEY not in params:
             return
         try:
-            reason = _reason_to_refuse(request)
+            reason = self._refusal or _reason_to_refuse(request)
             reason = reason or self._take(request, Marks.read(params[PARAMS_KEY], request.num_prompt_tokens))
         except InputError as error:
             logger.warning("request %s is computed exactly: %s", request.request_id, error)

@@ -14,7 +14,7 @@ import torch
 import transformers
 from make_random_model import CHAT_TEMPLATE, ModelShape, python_help, train_tokenizer
 from transformers import AutoConfig
-from vllm_engines import VOCAB, OpenServed, first_logprobs
+from vllm_engines import VOCAB, OpenServed, first_logprobs, open_engine
 
 from cacheblend.base.errors import UnsupportedModelError
 
@@ -91,13 +91,24 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "deepseek_v2": (DEEPSEEK | {"topk_method": "greedy", "n_shared_experts": 1}, NATIVE),
     "deepseek_v3": (DEEPSEEK | {"topk_method": "noaux_tc", "n_shared_experts": 1}, NATIVE),
 }
+# What vLLM 0.32's CPU build runs: delta rules in bfloat16, Mamba 2 without prefix caching.
+DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+DELTA |= {"layer_types": ["linear_attention", "full_attention"] * 2, "num_key_value_heads": 4, "head_dim": 128}
+MAMBA: dict[str, Any] = {"mamba_n_heads": 16, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16}
+MAMBA |= {"mamba_n_groups": 1, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 4}
+LONG = {"max_position_embeddings": 1024}
+SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+HYBRIDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen3_next": (TEXT | SPARSE | DELTA | LONG, {"dtype": "bfloat16", "enable_prefix_caching": True}),
+    "granitemoehybrid": (TEXT | MAMBA | LONG, {"enable_prefix_caching": False}),
+}
 CHUNK_TOKENS = (70, 66, 72, 50, 90, 40)
 
 
 def write_model(folder: Path, family: str) -> Path:
     """A tiny random model of a family, whose attention matters and whose sinks are not zero."""
     torch.manual_seed(0)
-    config: Any = AutoConfig.for_model(family.removesuffix("-e"), **FAMILIES[family][0])
+    config: Any = AutoConfig.for_model(family.removesuffix("-e"), **(FAMILIES | HYBRIDS)[family][0])
     save(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32), folder)
     tokenizer(VOCAB).save_pretrained(folder)
     return folder
@@ -180,6 +191,27 @@ def test_text_requests_of_a_model_that_sees_images(family: str, tmp_path: Path, 
     """The text model inside a wrapper is blended."""
     with open_served(write_wrapper(tmp_path / "model", family), limit_mm_per_prompt={"image": 0, "video": 0}) as served:
         check_exact(served)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_hybrids_are_left_to_vllm(family: str, tmp_path: Path) -> None:
+    """With layers that keep a state every token and prefix cache hit is vLLM's own; chunks' marks get the reason."""
+    draw = random.Random(5)
+    heads = [[draw.randrange(9, VOCAB) for _ in range(600)] for _ in range(2)]
+    prompts = [draw.choice(heads) + [draw.randrange(9, VOCAB) for _ in range(draw.randrange(5, 90))] for _ in range(20)]
+    answers = list[list[tuple[Any, ...]]]()
+    model = write_model(tmp_path / "model", family)
+    settings = {"max_model_len": 1024, "max_num_batched_tokens": 1024, "block_size": None, **HYBRIDS[family][1]}
+    for store, chunks in ((None, None), (tmp_path / "store", [[10, 80], [80, 150]])):
+        with open_engine(model, store, **settings) as served:
+            given = [served.ask(tokens, chunks) for tokens in prompts]
+            if chunks:
+                assert served.llm.collective_rpc("cacheblend_precompute", args=([heads[0][:70]], [0], None)) == [[0, 0]]
+                reports = [output.kv_transfer_params["cacheblend"] for output in given]
+                assert reports == [{"blended": False, "reason": "hybrid_model"}] * len(prompts)
+        answers.append([(output.outputs[0].token_ids, output.num_cached_tokens) for output in given])
+    assert answers[0] == answers[1]
+    assert any(cached for _, cached in answers[0]) == HYBRIDS[family][1]["enable_prefix_caching"]
 
 
 def test_latent_attention_that_is_not_rotated_is_refused(tmp_path: Path, open_served: OpenServed) -> None:

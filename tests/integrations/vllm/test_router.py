@@ -216,6 +216,8 @@ def test_documents_are_stored_window_by_window(client: TestClient, routes: Blend
     before = [tuple(map(tuple, context.earlier(window)[index])) for window, new, _ in workers.asked for index in new]
     assert before == [earlier for chunks in split for earlier in context.earlier(chunks)]
     assert client.post(DOCUMENTS, json={"documents": []}).status_code == 400
+    replace_engine(routes, is_hybrid=True)
+    assert "hybrid model" in client.post(DOCUMENTS, json={"documents": DOCS}).json()["error"]["message"]
 
 
 def test_what_the_disk_is_behind_with_is_asked_for_again(client: TestClient, routes: BlendRoutes) -> None:
