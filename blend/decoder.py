@@ -26,7 +26,7 @@ from torch import nn
 from .anatomy import PROBED, Attended, LayerAnatomy, LayerCall, Pair, Probe, Projection, UnblendableError, examine, find_layers
 from .attention import ChunkWindow, Rows
 from .cpu_modules import OneHead, PackedLinear, RowPieces, is_worth_packing, packed, with_fused_norms, with_modules
-from .families import ROW_ENDS, max_positions_of, rope_border, turn_rows_alone
+from .families import RotaryOfRows, max_positions_of, rope_border, turn_rows_alone
 from .generation import DecodeKernel, DecodePass, OneSequencePass, SequenceKV, decode_kernel
 from .interfaces import CosSin, KVGeometry, LayerKV, ResidentLayers
 from .layer_passes import IsolatedPass, LayerPass, QuestionPass, RowsPass, Run, SharedPrefix, prefix_mask, runs
@@ -232,8 +232,8 @@ class Decoder:
         owner._modules[name] = nn.ModuleList(entrances)
 
     def _enter(self, positions_S: torch.Tensor, ends_S: torch.Tensor | None = None, **inputs: torch.Tensor) -> list[GivenCall]:
-        """Arguments that the decoder gives to its layers for these tokens; `ends_S`: see `RowEnds`."""
-        _THREAD.calls, _THREAD.order, ROW_ENDS.ends_S = [], [], ends_S
+        """Arguments that the decoder gives to its layers for these tokens; `ends_S`: see `RotaryOfRows`."""
+        _THREAD.calls, _THREAD.order, RotaryOfRows.of_thread.ends_S = [], [], ends_S
         with suppress(_Entered):
             self._entrance(**inputs, position_ids=positions_S[None], use_cache=False)
         calls, _THREAD.calls = _THREAD.calls, []
@@ -411,11 +411,7 @@ class Decoder:
     def decode(self, token_ids: Sequence[int], sequences: Sequence[SequenceKV]) -> torch.Tensor:
         """Append one token to each of R sequences; float32 logits (R, V) of the tokens after them."""
         if self.rope_border in [sequence.tokens for sequence in sequences]:  # never where there is none
-            rows = [
-                self._cross(token, own) if own.tokens == self.rope_border else self.decode([token], [own])[0]
-                for token, own in zip(token_ids, sequences, strict=True)
-            ]
-            return torch.stack(rows)
+            return torch.stack(list(map(self._cross, token_ids, sequences)))
         positions_R = torch.tensor([sequence.tokens for sequence in sequences], device=self.device)
         given = self._enter(positions_R, positions_R, input_ids=torch.tensor([list(token_ids)], device=self.device))
         hidden_1RM, rotary = self._state(given), self._rotary(given, len(sequences))
@@ -438,10 +434,12 @@ class Decoder:
         return self._leave(self._fused_exit, hidden_1RM)[0].float()
 
     def _cross(self, token: int, sequence: SequenceKV) -> torch.Tensor:
-        """Append the token that a longrope's short factors do not reach; float32 logits (V,) of the token after it.
+        """Append a token, which a longrope's short factors may not reach; float32 logits (V,) of the token after it.
 
-        The sequence's KV is computed anew by the long ones, as transformers' `generate` does.
+        Then the sequence's KV is computed anew by the long ones, as transformers' `generate` does.
         """
+        if sequence.tokens != self.rope_border:
+            return self.decode([token], [sequence])[0]
         from .fusion import Fusion, FusionConfig, FusionSteps  # which imports this file
 
         assert len(sequence.token_ids) == sequence.tokens

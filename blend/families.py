@@ -90,12 +90,8 @@ def _kinds_of_state(model: PreTrainedModel) -> set[str]:
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     kinds = {type(cache_layer) for cache_layer in DynamicCache(config=model.config).layers}
-    known = {
-        DynamicLayer.__name__,
-        DynamicSlidingWindowLayer.__name__,
-        "DummyLayer",
-    }  # the last: a layer that reads another's KV
-    return {kind.__name__ for kind in kinds} - known
+    # A DummyLayer is one that reads another's KV.
+    return {kind.__name__ for kind in kinds} - {DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__, "DummyLayer"}
 
 
 def rope_border(config: Any) -> int | None:
@@ -104,20 +100,16 @@ def rope_border(config: Any) -> int | None:
     return int(parameters["original_max_position_embeddings"]) if parameters.get("rope_type") == "longrope" else None
 
 
-class RowEnds(threading.local):
-    """The last position of each row's sequence in a thread's forward; None for rows of one sequence."""
-
-    ends_S: torch.Tensor | None = None
-
-
-ROW_ENDS = RowEnds()
-
-
-class _RotaryOfRows(nn.Module):
+class RotaryOfRows(nn.Module):
     """A longrope by the length of each row's own sequence; transformers' turns all rows as the longest sequence.
 
     Its frequencies are its own: transformers writes the model's anew in every forward, of any thread.
+
+    Attributes:
+        of_thread: `ends_S` is the last position of each row's sequence; None for rows of one sequence.
     """
+
+    of_thread = threading.local()
 
     def __init__(self, rotary: nn.Module, border: int) -> None:
         super().__init__()
@@ -134,18 +126,18 @@ class _RotaryOfRows(nn.Module):
         return twin
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ends_S = position_ids.max() if ROW_ENDS.ends_S is None else ROW_ENDS.ends_S
+        ends_S = position_ids.max() if self.of_thread.ends_S is None else self.of_thread.ends_S
         is_long_S1 = (ends_S >= self._border)[..., None]
         (cos, sin), (short_cos, short_sin) = self._long(x, position_ids), self._short(x, position_ids)
         return torch.where(is_long_S1, cos, short_cos), torch.where(is_long_S1, sin, short_sin)
 
 
 def turn_rows_alone(tree: nn.Module, border: int) -> None:
-    """Put a `_RotaryOfRows` in the place of each longrope in a module tree; see `rope_border`."""
+    """Put a `RotaryOfRows` in the place of each longrope in a module tree; see `rope_border`."""
     for module in list(tree.modules()):
         for name, child in module.named_children():
             if getattr(child, "rope_type", None) == "longrope":
-                module._modules[name] = _RotaryOfRows(child, border)
+                module._modules[name] = RotaryOfRows(child, border)
 
 
 def max_positions_of(config: Any) -> int | None:

@@ -220,9 +220,8 @@ class Fusion:
             self._rotate(layer, layer_kv, cos_sin_N, to_rotate)
             layer_pass = QuestionPass(layer_kv, question, runner.windows[layer])
             hidden_1SM = runner.run_question(layer, hidden_1SM, rows, cos_sin_N, layer_pass)
-            if (
-                layer > 0
-            ):  # layer 0's stored KV is exact; a layer that looks elsewhere than at the reusable tokens counts as much
+            # Layer 0's stored KV is exact; a layer that looks elsewhere than at the reusable tokens counts as much.
+            if layer > 0:
                 attention_N = runner.reduce(layer_pass.attention_N)
                 attention_LN[layer] = attention_N / (attention_N * reusable_N).sum().clamp_min(torch.finfo(torch.float32).tiny)
             self._read[layer] = layer_kv

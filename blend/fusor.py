@@ -149,8 +149,7 @@ class Fusor:
 
     def exact_fingerprint(self, tokens: int) -> str:
         """Names the model in KV that is exact in a prompt of so many tokens: a longrope turns long ones by other factors."""
-        is_long = self.rope_border is not None and tokens > self.rope_border
-        return f"long-{self.fingerprint}" if is_long else self.fingerprint
+        return f"long-{self.fingerprint}" if tokens > (self.rope_border or tokens) else self.fingerprint
 
     def precompute(self, token_ids: Sequence[int], prefix_ids: Sequence[int] = ()) -> ChunkKV:
         """The KV of a chunk computed after a prefix, position-free, on the CPU; the prefix's KV is not in it.

@@ -64,10 +64,8 @@ class HybridDecoder(Decoder):
         self._model: Any = model
         self.config = model.config.get_text_config(decoder=True)
         self.dtype, self.device = model.dtype, next(model.parameters()).device
-        self.vocab_size, self.max_positions = (
-            int(self.config.vocab_size),
-            rope_border(self.config) or max_positions_of(self.config),
-        )
+        self.vocab_size = int(self.config.vocab_size)
+        self.max_positions = rope_border(self.config) or max_positions_of(self.config)
         layers = int(self.config.num_hidden_layers)
         self.geometry = KVGeometry(layers, 0, 0, self.dtype, self.device)  # none of it is stored by chunk
         self.layer_parameters = sum(parameter.numel() for parameter in model.parameters()) // layers

@@ -78,6 +78,15 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma4_text": PER_LAYER | {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
     "granitemoehybrid": {"layer_types": ["attention"] * 4},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "dots3_note": {"num_key_value_heads": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "mamba2": {"num_heads": 8, "n_groups": 1},
+    "qwen4_exp": {
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 32},
+        **{"indexer_compress_ratio": 4, "hc_lowrank": 16},
+    },
+    "zaya": {"num_experts_per_tok": 1},
     "llama4_text": {"attention_chunk_size": 40, "floor_scale": 32, "attn_scale": 1.0},
     "mllama_text_model": {"num_hidden_layers": 4, "cross_attention_layers": [2]},
     "phi4_multimodal": {

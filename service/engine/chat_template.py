@@ -19,6 +19,7 @@ from cacheblend.retriever import PlainTokenizer
 from .reasoning import Thoughts
 
 LAST_TOKENS = 32  # of a prompt, in which a template opens or closes thoughts
+SWITCH = re.compile(r"(?<!\S)/(?:no_?)?think(?!\S)")
 
 
 class ChatTemplate:
@@ -76,6 +77,13 @@ class ChatTemplate:
             raise ConfigError(field, unknown[0], f"the model's chat template {names}")
         if self.has_controls(text):
             raise ConfigError(field, text, "values without the text of a control token of the model")
+
+    def split_switch(self, text: str) -> tuple[str, str]:
+        """A message's text, and the word in it by which this template switches thoughts, as SmolLM3's by `/no_think`."""
+        found = SWITCH.search(text)
+        if found is None or not any(f"{quote}{found[0]}" in own for own in self._texts for quote in "'\""):
+            return text, ""
+        return f"{text[: found.start()]}{text[found.end() :]}".strip(), f" {found[0]}"
 
     def render(
         self, turns: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any]

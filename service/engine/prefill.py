@@ -26,15 +26,7 @@ from cacheblend.blend import (
 from cacheblend.blend.decoder import Decoder
 from cacheblend.blend.hybrid import HybridDecoder, HybridSequence, State
 from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan, WorkEstimator
-from cacheblend.store import (
-    BLOCK_TOKENS,
-    BlockChain,
-    ChunkKV,
-    KVStore,
-    LayerPair,
-    PrefixBlocks,
-    PrefixRun,
-)
+from cacheblend.store import BLOCK_TOKENS, BlockChain, ChunkKV, KVStore, LayerPair, PrefixBlocks, PrefixRun
 
 from .background_precompute import BackgroundPrecompute
 from .blend_plan import BlendPlan, BlendPolicy, BlendSegment, Found, PlannedSegment, fresh_records, plan_blend

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -72,6 +73,31 @@ def test_the_prompt_of_a_question(template: str, variables: dict[str, Any], end:
     thoughts = renderer.thoughts(layout)
     assert thoughts is not None
     assert (thoughts.is_open, thoughts.is_closed) == (is_open, is_closed)
+
+
+SWITCHED = (
+    "{% set system = messages[0].content %}{{ system.replace('/no_think', '').replace('/think', '').rstrip() }}"
+    "{% for message in messages[1:] %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "<assistant>{% if '/no_think' in system %}<think></think>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "system", "text"),
+    [
+        (SWITCHED, "/no_think", "<user>What?<assistant><think></think>"),
+        (SWITCHED, "Be\n/no_think brief.", "Be\n brief.<user>What?<assistant><think></think>"),
+        (SWITCHED, "Of /think", "Of<user>What?<assistant>"),
+        (SWITCHED, "See a/no_think", "See a/no_think<user>What?<assistant>"),
+        (SWITCHED.replace("/no_think", "/nothink"), "Be /no_think", "Be /no_think<user>What?<assistant>"),
+    ],
+)
+def test_a_word_that_the_template_reads(template: str, system: str, text: str) -> None:
+    """A template that switches thoughts by a word of the system message sees it; elsewhere the word is text."""
+    tokenizer = copy.copy(tiny_tokenizer())
+    tokenizer.chat_template = template
+    layout = PromptRenderer(tokenizer, "").chat([Message("system", system), *ASKED], with_chunks=False)
+    assert tokenizer.decode(layout.token_ids) == text
 
 
 def test_effort() -> None:
