@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from io import FileIO
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -116,44 +117,49 @@ class FileConverter:
 
     def _ask(self, path: Path, check: Callable[[], None]) -> dict[str, Any]:
         if self._process is None or self._process.poll() is not None:
-            self.close()
-            self._paths, theirs = socket.socketpair()
-            with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "cacheblend.service.engine.file_converter"],
-                    env={
-                        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                        "OMP_NUM_THREADS": "1",
-                    },  # no keys, no passwords
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,  # libraries print
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,  # it and its fork are killed together
-                )
-        answer, late_at, is_late = bytearray(), time.monotonic() + self._timeout_s, False
+            self._start()
         reading, writing = os.pipe()
         try:
             with open(reading, "rb", buffering=0) as answers:
                 with open(writing, "wb"), suppress(BrokenPipeError):
                     socket.send_fds(self._paths, [json.dumps(str(path.resolve())).encode()], [writing])
-                while len(answer) <= MAX_ANSWER_BYTES and not (is_late := time.monotonic() >= late_at):
-                    if not wait([reading], CHECK_EVERY_S):
-                        check()
-                    elif part := answers.read(READ_BYTES):
-                        answer += part
-                    elif answer.endswith(b"\n"):
-                        found: dict[str, Any] = json.loads(answer)
-                        return found
-                    else:
-                        break
+                answer = self._read(answers, check)
         except BaseException:
             self.close()
             raise
+        if answer is not None and answer.endswith(b"\n"):
+            found: dict[str, Any] = json.loads(answer)
+            return found
         self.close()
-        if is_late:
+        if answer is None:
             return {"error": f"not read within {self._timeout_s:g} s; split it, or save it as text"}
         # A system short of memory kills the reader before its own limit is reached, and does not say so.
         return {"error": f"its reader ended: it is damaged, or {TOO_MUCH_MEMORY}; split it, or save it anew or as text"}
+
+    def _start(self) -> None:
+        self.close()
+        self._paths, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "cacheblend.service.engine.file_converter"],
+                env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},  # no keys, no passwords
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,  # libraries print
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # it and its fork are killed together
+            )
+
+    def _read(self, answers: FileIO, check: Callable[[], None]) -> bytes | None:
+        """An answer to its end; None of one that comes too late, or is longer than any text."""
+        answer, late_at = bytearray(), time.monotonic() + self._timeout_s
+        while time.monotonic() < late_at and len(answer) <= MAX_ANSWER_BYTES:
+            if not wait([answers.fileno()], CHECK_EVERY_S):
+                check()
+            elif part := answers.read(READ_BYTES):
+                answer += part
+            else:
+                return bytes(answer)
+        return None
 
     def close(self) -> None:
         """End the process."""
