@@ -67,7 +67,7 @@ JOINED = "FROM chunks c JOIN documents d ON d.id = c.document_id"
 SELECT_CHUNKS = f"""
 SELECT c.document_id, d.version, c.position, d.title, c.text, c.token_ids, c.vector, c.checksum, d.chunks, d.checksum {JOINED}
 """
-_WRONG_VALUE = re.compile(r"\S+ value in ")  # a finding of SQLite's that the row's checksum finds as well
+_WRONG_VALUE = re.compile(r"(?<!\S)\S++ value in ")  # a finding of SQLite's that the row's checksum finds as well
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ CONVERTED_SUFFIXES = (".pdf", ".docx", ".pptx", ".xlsx", ".epub", ".html", ".htm
 _URL = re.compile(r"https?://[^/?#]*(?P<path>[^?#]*)", re.IGNORECASE)
 MAX_HEADING_CHARACTERS = 80
 _LINE = re.compile(r"^ {0,3}(?:(?P<fence>```|~~~)|(?P<marks>#{1,6})[ \t]+(?P<heading>\S.*))", re.MULTILINE)
-_CLOSING = re.compile(r"[ \t]+#*[ \t]*$")
+_CLOSING = re.compile(r"(?<![ \t])[ \t]++#*+[ \t]*+$")
 
 
 @dataclass(frozen=True, slots=True)

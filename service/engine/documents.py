@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .ingest import DocumentEncoder, EncodedBatch, IngestReport
 
 logger = logging.getLogger(__name__)
-_PART = re.compile(r"(.+)#(?:page|slide|sheet|line)=.+", re.DOTALL)
+_PART = re.compile(r"\A(.+)#(?:page|slide|sheet|line)=.+", re.DOTALL)
 _NUMBER = re.compile("([0-9]+)")
 _OF_STORE = ("stored_chunks", "shared_chunks", "stored_bytes", "own_bytes")
 

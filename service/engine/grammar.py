@@ -156,7 +156,7 @@ def written_out(pattern: str) -> int:
     """Characters of a regular expression with its repetitions written out: 12 of `(ab{2}){4}`, for `abbabbabbabb`."""
     groups, last = [0], 0  # size of each open group; of the last character, class or group, which a repetition multiplies
     # Possessive: with backtracking "{" and 600 spaces take seconds, in which no other thread runs.
-    for token in re.finditer(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]|\{\s*+(\d++)?\s*+,?\s*+(\d++)?\s*+\}|.", pattern, re.DOTALL):
+    for token in re.finditer(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?|\{\s*+(\d++)?\s*+,?\s*+(\d++)?\s*+\}|.", pattern, re.DOTALL):
         low, high = token.groups()
         if token[0] == "(":
             groups.append(0)

@@ -30,7 +30,7 @@ HEADERS = {"User-Agent": "cacheblend", "Accept-Encoding": "gzip"}
 HOLDS_V4, GLOBAL_V6 = list(map(ipaddress.ip_network, ("::ffff:0:0/96", "64:ff9b::/96"))), ipaddress.ip_network("2000::/3")
 # Networks that `is_global` passes: clouds' own services, multicast, and addresses that hold another one.
 INTERNAL = list(map(ipaddress.ip_network, ("192.0.0.0/24", "168.63.129.16/32", "224.0.0.0/4", "2001::/32", "2002::/16")))
-_TITLE = re.compile(r"<title[^>]*>([^<]{1,300})</title>", re.IGNORECASE)
+_TITLE = re.compile(r"<title[^<>]*+>([^<]{1,300})</title>", re.IGNORECASE)
 _CHARSET = re.compile(r"(utf|iso|cp|windows|latin|koi8|shift|sjis|euc|gb|big5|us-ascii)", re.IGNORECASE)  # others may be slow
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import copy
 import logging
@@ -24,6 +25,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cacheblend.base.errors import CacheBlendError
 from cacheblend.base.threads import Check
@@ -34,7 +36,7 @@ from cacheblend.service.engine.request import METHODS
 
 from . import chat, documents
 from .config import LOOPBACK
-from .guard import PAGE_FILES, ApiError, Guard, JsonRoute, RequestLog, answer_error, refused
+from .guard import ADMITTED, PAGE_FILES, ApiError, Guard, JsonRoute, RequestLog, answer_error, refused
 from .schemas import EmbeddingsBody
 from .server import Server, run_call, run_document_call
 
@@ -189,6 +191,25 @@ def _model(server: Server) -> dict[str, Any]:
     }
 
 
+class YieldingConnection(H11Protocol):
+    """A connection that is closed for a new one, the oldest first, while it has no request that `Guard` has let through."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        """A client has connected; where there is no place for it, it has that of another."""
+        super().connection_made(transport)
+        self._came = time.monotonic()
+        others = [one for one in self.connections if one is not self and isinstance(one, YieldingConnection) and one.yields]
+        if others and len(self.connections) >= (self.limit_concurrency or MAX_CONNECTIONS):
+            oldest = min(others, key=lambda one: one._came)
+            oldest.transport.abort()
+            self.connections.discard(oldest)  # now, and not when it has ended
+
+    @property
+    def yields(self) -> bool:
+        """Whether nothing is owed to the client: it is silent, still sends, or is refused."""
+        return self.cycle is None or self.cycle.response_complete or ADMITTED not in self.cycle.scope["state"]
+
+
 class StoppableServer(uvicorn.Server):
     """Tells the service at the first SIGTERM or SIGINT that it ends, not when the last connection is closed."""
 
@@ -252,7 +273,7 @@ def uvicorn_config(server: Server) -> uvicorn.Config:
         create_app(server),
         host=server.http.host,
         port=server.http.port,
-        http="h11",
+        http=YieldingConnection,
         ws="none",
         lifespan="off",
         log_config=None,

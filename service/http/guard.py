@@ -63,6 +63,7 @@ RETRY_AFTER_S = 5
 LARGE_BYTES = 2**20  # some time after such a body is answered, freed memory goes back to the system
 RETURN_AFTER_S = 5.0
 SMALL_BYTES = 2**14  # a body that is read in less time than a thread needs to begin
+ADMITTED = "admitted"  # in the state of a request that was let through
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 MAX_SHOWN = 80
 HEADER = "x-request-id"
@@ -280,6 +281,7 @@ class Guard:
         except CacheBlendError as error:
             await self._refuse(error, has_body, scope, receive, send)
         else:
+            scope.setdefault("state", {})[ADMITTED] = True
             await self._app(scope, receive, send)
         finally:
             self._held -= counted
@@ -322,7 +324,7 @@ class Guard:
         named = re.fullmatch(rf"({HOST_NAME})\.?(:\d*)?", host)
         name = named[1].removesuffix(".") if named else ""
         # An address, which no name server can point elsewhere, is ours where all of the machine's are listened on.
-        is_address = self._http.host in ANY_ADDRESS and re.fullmatch(r"[\d.]+|\[.+\]", name)
+        is_address = self._http.host in ANY_ADDRESS and re.fullmatch(r"[\d.]+|\[[^][]+\]", name)
         if self._hosts is None or name in self._hosts or is_address:
             return
         message = f"this service is not called {shortened(host)}; if it is, name that in allowed_hosts (--allowed-hosts)"

@@ -27,10 +27,13 @@ MODEL = "tiny"
 
 
 @contextmanager
-def listening(server: Any, on_loop: Callable[[], Coroutine[Any, Any, None]] | None = None) -> Iterator[str]:
+def listening(
+    server: Any, on_loop: Callable[[], Coroutine[Any, Any, None]] | None = None, connections: int | None = None
+) -> Iterator[str]:
     """The address at which a `Server` or another ASGI application listens; `on_loop` runs beside it on its event loop."""
     plain = {"log_config": None, "ws": "none", "lifespan": "off"}
     config = uvicorn_config(server) if isinstance(server, Server) else uvicorn.Config(server, **plain)
+    config.limit_concurrency = connections or config.limit_concurrency
     with contextlib.closing(socket.socket(proto=socket.IPPROTO_TCP)) as listener:  # as the command's
         listener.bind(("127.0.0.1", 0))
         process = uvicorn.Server(config)

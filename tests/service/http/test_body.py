@@ -14,7 +14,7 @@ from typing import Any, cast
 import httpx
 import hypothesis.strategies as st
 import pytest
-from api import MODEL, connected, serving
+from api import MODEL, connected, listening, serving
 from engines import QUESTION
 from hypothesis import given
 from pydantic import ValidationError
@@ -27,6 +27,7 @@ from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.documents import IngestBody
 from cacheblend.service.http.guard import ApiError, ApiKeys, Guard, read_body
 from cacheblend.service.http.schemas import ChatBody
+from cacheblend.service.http.server import Server
 
 JSON = {"Content-Type": "application/json"}
 MIB = 2**20
@@ -167,6 +168,40 @@ def test_a_body_that_does_not_come() -> None:
         return int(sent[0]["status"])
 
     assert asyncio.run(status()) == 408
+
+
+def test_silent_and_slow_connections_give_way(engine: Engine) -> None:
+    """Where all connections are silent, send their head or body slowly, or have no key, new clients are answered all the same.
+
+    An answer that streams is not cut off for them.
+    """
+    head = b"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n"
+    key = b"Authorization: Bearer the-only-key\r\n\r\n"
+    slow = (
+        b"",
+        b"GET /heal",
+        b"GET /healthz HTTP/1.1\r\n" + head + b"\r\n",
+        b"POST /v1/documents HTTP/1.1\r\n" + head + b"\r\n",
+        b"POST /v1/documents HTTP/1.1\r\n" + head + key,
+        b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    )
+    http = HttpConfig(served_model_name=MODEL, api_key="the-only-key")
+    with (
+        Server(engine.config, http=http, engine=engine) as server,
+        listening(server, connections=6) as address,
+        ExitStack() as stack,
+    ):
+        headers = {"Authorization": "Bearer the-only-key"}
+        body: dict[str, Any] = {"model": MODEL, "prompt": "x", "max_tokens": 100, "stream": True, "num_chunks": 0}
+        streamed = stack.enter_context(
+            httpx.stream("POST", f"{address}/v1/completions", json=body, headers=headers, timeout=60)
+        )
+        for begun in slow * 4:
+            stack.enter_context(connected(address)).sendall(begun)
+        assert [httpx.get(f"{address}/healthz").status_code for _ in range(3)] == [200] * 3
+        assert httpx.post(f"{address}/v1/chat/completions", json=CHAT, headers=headers, timeout=60).status_code == 200
+        assert streamed.status_code == 200
+        assert list(streamed.iter_lines())[-2] == "data: [DONE]"
 
 
 @pytest.mark.parametrize(
