@@ -330,11 +330,14 @@ class Catalog:
             raise self._unusable("a row that a question found is gone")
         return _chunk_of(rows[0])
 
-    def texts(self) -> Iterator[tuple[int, str, str, str]]:
-        """Index id, document's id and title, and text of every chunk, one document after the other, read as they are used."""
-        query = f"SELECT c.id, d.id, d.title, c.text {JOINED} ORDER BY c.id"
+    def texts(self, after: int = 0) -> Iterator[tuple[int, str, str, str]]:
+        """Index id, document's id and title, and text of every chunk, one document after the other, read as they are used.
+
+        With `after` the chunks of higher index ids alone.
+        """
+        query = f"SELECT c.id, d.id, d.title, c.text {JOINED} WHERE c.id > ? ORDER BY c.id"
         with self._errors():
-            for id_, document_id, title, text in self._db.execute(query):
+            for id_, document_id, title, text in self._db.execute(query, (after,)):
                 yield id_, str(document_id), str(title), str(text)
 
     def document_texts(self, document_id: str, version: str) -> list[str]:

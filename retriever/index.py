@@ -12,6 +12,7 @@ import sqlite3
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -25,6 +26,7 @@ from cacheblend.base.errors import RetrieverError
 
 from .catalog import Catalog, Change
 from .document import Chunk, ChunkPlace, EmbeddedDocument, chunk_places, found_texts
+from .passages import Passage, StoredTexts, find_passages
 
 INDEX_FILE = "catalogue.sqlite"
 WORD = re.compile(r"\w+")
@@ -59,6 +61,7 @@ class IndexedDocuments:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._lock = threading.RLock()  # over the catalog, and over the indexes in memory that follow it
+        self._texts, self._generation = StoredTexts(self._chunk), 0  # of the catalog that the texts show
 
     @classmethod
     def open(cls, directory: Path) -> IndexedDocuments:
@@ -84,6 +87,23 @@ class IndexedDocuments:
             has_overlap = self._catalog.setting("chunk_overlap_tokens") not in (None, "0")
         texts = [chunk.text for chunk in chunks]
         return list(chunk_places(chunks[0].document_id, chunks[0].title, texts, has_overlap=has_overlap)) if chunks else []
+
+    def passages(self, text: str, role: str) -> list[Passage]:
+        """The passages in a message of a chat, stored chunks among them; see `find_passages`.
+
+        Raises:
+            RetrieverError: the catalog cannot be read.
+        """
+        with self._lock, self._catalog.snapshot():
+            if self._generation != (generation := self._catalog.generation):
+                self._texts.add((id_, chunk) for id_, _, _, chunk in self._catalog.texts(self._texts.last))
+                self._generation = generation
+            return find_passages(text, role, self._texts)
+
+    def _chunk(self, id_: int) -> Chunk | None:
+        with suppress(RetrieverError):  # deleted or damaged since its text was noted
+            return self._catalog.chunk(id_)
+        return None
 
     def delete(self, document_id: str) -> int:
         """Remove a document; returns how many chunks went with it.

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from typing import NamedTuple
+
+from .document import Chunk
 
 LEAST_CHARACTERS = 100  # of a passage: what is shorter saves less than it disturbs
 MOST_CHARACTERS = 20_000  # of a passage that nothing but its form or its sentences show: its KV is computed in one pass
@@ -31,7 +34,8 @@ TAGS = "source document doc passage chunk snippet excerpt result reference docum
 LISTS = "sources documents docs passages chunks results references context"  # whose texts stand apart by empty lines
 _LINE = re.compile(
     "[ \t#*>]{0,8}(?:"
-    + rf"(?P<end>{ENDS}(?:[ \t]\d{{1,3}})?[ \t*]{{0,4}}:)|(?P<rule>(?:-{{3,}}|={{3,}}|_{{3,}}|\*{{3,}})[ \t]*$)|(?P<fence>```|~~~)|"
+    + rf"(?P<end>{ENDS}(?:[ \t]\d{{1,3}})?[ \t*]{{0,4}}:)|"
+    + r"(?P<rule>(?:-{3,}|={3,}|_{3,}|\*{3,})[ \t]*$)|(?P<fence>```|~~~)|"
     + "|".join(f"(?P<{name}>{form})" for name, form in FORMS.items())
     + ")",
     re.IGNORECASE,
@@ -45,12 +49,12 @@ _CODE = "{}<>;=|\\`_$@^~#/\t"
 
 
 class Passage(NamedTuple):
-    """A part of a text that is taken for a passage: where it stands, why, and the index id of the chunk that it is."""
+    """A part of a text that is taken for a passage: where it stands, why, and the stored chunk that it is."""
 
     start: int
     end: int
     reason: str  # "stored", a name of `FORMS`, "tag", "json" or "paragraph"
-    chunk: int | None = None
+    chunk: Chunk | None = None
 
 
 class StoredTexts:
@@ -59,10 +63,10 @@ class StoredTexts:
     A text is known by its first characters, its length and a hash; `read` has it for the comparison that decides.
 
     Args:
-        read: the text of an index id; None if it is gone.
+        read: the chunk of an index id; None if it is gone.
     """
 
-    def __init__(self, read: Callable[[int], str | None]) -> None:
+    def __init__(self, read: Callable[[int], Chunk | None]) -> None:
         self._read = read
         self._known: dict[int, list[tuple[int, int, int]]] = {}  # by hash of the window: index id, length, hash
         self.last = 0  # the highest index id
@@ -87,9 +91,9 @@ class StoredTexts:
             for id_, length, digest in sorted(candidates, key=lambda one: -one[1]):
                 work -= length
                 if work > 0 and hash(part := text[start : start + length]) == digest:
-                    stored = self._read(id_)
-                    if stored is not None and stored.strip() == part:
-                        found.append(Passage(start, done := start + length, "stored", id_))
+                    chunk = self._read(id_)
+                    if chunk is not None and chunk.text.strip() == part:
+                        found.append(Passage(start, done := start + length, "stored", chunk))
                         break
         return found
 
@@ -132,7 +136,7 @@ def _blocks(text: str, role: str) -> Iterator[Passage]:
     tags = list(_TAG.finditer(text))
     bodies = [
         (opens, closes)
-        for opens, closes in zip(tags, tags[1:], strict=False)
+        for opens, closes in pairwise(tags)
         if closes["close"] and not opens["close"] and opens["name"] == closes["name"]
     ]
     done, form = 0, "after" if role == "tool" else "head"
@@ -149,8 +153,8 @@ def _blocks(text: str, role: str) -> Iterator[Passage]:
 def _paragraphs(text: str, begun: int, stop: int, form: str, role: str) -> Iterator[Passage]:
     """Passages among the lines from `begun` to `stop`; `form` is what stands before them.
 
-    That is one of `FORMS`, "end" for one of `ENDS`, "tag" within one of `LISTS`, "head" at the beginning of a prompt, whose first
-    paragraph is no passage, or else "after".
+    That is one of `FORMS`, "end" for one of `ENDS`, "tag" within one of `LISTS`, "head" at the beginning of a prompt, whose
+    first paragraph is no passage, or else "after".
     """
     start, fenced = begun, False
     while start < stop:

@@ -18,6 +18,7 @@ from cacheblend.base.errors import StoreFullError as StoreFullError
 
 from .catalog import CatalogEntry as CatalogEntry
 from .catalog import StoredDocument as StoredDocument
+from .chunk import PASSAGES as PASSAGES
 from .chunk import ChunkKey as ChunkKey
 from .chunk import ChunkKV as ChunkKV
 from .chunk import KVHandle as KVHandle

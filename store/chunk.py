@@ -20,6 +20,7 @@ from cacheblend.base.memory import Bytes
 from .codecs import CODECS, LayerPair
 
 KEY_FORMAT = 1
+PASSAGES = "passages:"  # namespaces that begin so have entries that are evicted first, within a budget for each
 _MAX_ID = 2**63 - 1
 
 
@@ -177,6 +178,33 @@ class KVHandle(Protocol):
 
     def encoded_layer(self, layer: int) -> EncodedLayer | None:
         """One layer as it is stored; None if that is plain keys and values. Raises as `read_layer` does."""
+
+
+class KVPart:
+    """The KV of a run of a chunk's tokens, of which `start` is the first: a `KVHandle`."""
+
+    rotated = False
+
+    def __init__(self, kv: KVHandle, start: int, token_ids: Sequence[int]) -> None:
+        self._kv, self._part, self.token_ids = kv, slice(start, start + len(token_ids)), token_ids
+        self.prefix_ids, self.model, self.dtype, self.num_layers = kv.prefix_ids, kv.model, kv.dtype, kv.num_layers
+        self.tier, self.in_memory, self.heads, self.layer_bytes = kv.tier, kv.in_memory, kv.heads, kv.layer_bytes
+
+    def read_layer(self, layer: int) -> LayerPair:
+        k_HTD, v_HTD = self._kv.read_layer(layer)
+        return k_HTD[:, self._part], v_HTD[:, self._part]
+
+    def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
+        check_shape("a part of a chunk", self, layer, to_2HTB)
+        for to_HTB, x_HTD in zip(to_2HTB, self.read_layer(layer), strict=True):
+            np.copyto(to_HTB, host_bytes(x_HTD))
+
+    def copy_layer(self, layer: int, to_2HTD: torch.Tensor) -> None:
+        for to_HTD, x_HTD in zip(to_2HTD, self.read_layer(layer), strict=True):
+            to_HTD.copy_(x_HTD)
+
+    def encoded_layer(self, layer: int) -> EncodedLayer | None:
+        return None
 
 
 def check_shape(what: str, kv: KVHandle, layer: int, to_2HTB: Bytes) -> None:

@@ -67,7 +67,7 @@ class BackgroundPrecompute:
         """
         key = chunk.key
         with self._changed:
-            if key is None or self._closed or not self._is_worth(key, len(chunk.token_ids)):
+            if key is None or self._closed or not self._is_worth(key, len(chunk.stored_ids or chunk.token_ids)):
                 return
             self._queues.setdefault(key.namespace, OrderedDict()).setdefault(key, chunk)
             if sum(map(len, self._queues.values())) > self.max_waiting:
@@ -151,7 +151,7 @@ class BackgroundPrecompute:
     def _compute(self, key: ChunkKey, miss: PromptChunk) -> None:
         """Compute and store a chunk's KV, unless its document was deleted or replaced since it was missed."""
         lower_priority()
-        kv, document = self._encoder.compute(miss.token_ids, miss.earlier), miss.document
+        kv, document = self._encoder.compute(miss.stored_ids or miss.token_ids, miss.earlier), miss.document
         if document is not None and self._store.documents.version(document[0]) != document[1]:
             with self._store.exclusive():  # deletions take this lock: they come before or after
                 if not self._is_there(document):

@@ -79,6 +79,9 @@ class EngineConfig:
         DOCUMENT_TOKENS,
         "Window in which a document is read, so that a chunk's KV is computed after its document's earlier text; 0: none.",
     )
+    find_passages: bool = option(
+        True, "Look for retrieved passages in messages and prompts, and reuse their KV; see docs/service.md."
+    )
     allow_unverified: bool = option(False, "Take a model of an unverified family if the built-in check passes.")
     instruction: str = INSTRUCTION
     store: StoreConfig = field(default_factory=StoreConfig)

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,6 +29,7 @@ from .config import SETTINGS_FILE, EngineConfig, load_fusor, remember_settings
 from .decoding import Piece
 from .documents import Documents
 from .ingest import BATCH_DOCUMENTS, DocumentEncoder, IngestReport, batches
+from .passages import FoundPassages, PassageReuse
 from .prefill import Prefiller, PrefillSteps, PrefixCache
 from .profiles import calibrated, find_controller
 from .prompt import PromptChunk, PromptRenderer, check_characters
@@ -87,6 +89,7 @@ class Engine:
                 config,
                 find_controller(config, self.fusor) if self.fusor.exact_reason is None else None,
             )
+            self._passages = PassageReuse(self, encoder, partial(self._prompt_chunks, brought=False))
             self._documents = Documents(self.retriever, self.store, DocumentEncoder(encoder, self.retriever, self.store))
             if not (Path(config.store_dir) / SETTINGS_FILE).exists():
                 remember_settings(config)
@@ -170,6 +173,18 @@ class Engine:
         self.chunk_texts.remember(scored.chunk for scored in found)
         return found
 
+    def find_passages(self, messages: Iterable[tuple[str, str]]) -> FoundPassages:
+        """The passages in a chat's messages, a role and a text each, for `RequestOptions.passages`; none if it is switched off.
+
+        Raises:
+            PromptTooLongError: the texts cannot be within the model's positions.
+            RetrieverError: the directory cannot be used.
+        """
+        self._check_open()
+        texts = list(messages)
+        check_characters(sum(len(text) for _, text in texts), self.fusor.max_positions)
+        return FoundPassages.of(texts, self.retriever) if self.config.find_passages else FoundPassages()
+
     def answer(self, question: str, **options: Any) -> Answer:
         """Answer a question over the nearest chunks, or over the documents given, in their order.
 
@@ -214,8 +229,11 @@ class Engine:
         # 3. Lay out the prompt.
         namespace = namespace_of(asked.cache_salt)
         prompt = replace(layout, chunks=self._prompt_chunks(chunks, namespace, brought=asked.documents is not None))
+        blends = asked.method in ("blend", "full_reuse")
+        if asked.passages.passages and blends and self.fusor.exact_reason is None:
+            prompt = self._passages.cut(prompt, asked.passages, namespace)
         # 4. Copy to this machine what only the remote tier has.
-        if asked.method in ("blend", "full_reuse"):
+        if blends:
             self._prefiller.fetch(prompt)
         return Request(
             engine=self,

@@ -177,7 +177,8 @@ class Prefiller:
                 LayerLoader(self._config.loader) as loader,
             ):
                 # 1. Plan: the ratio, or full recompute, and the segments with their KV.
-                found = Found(self._prefix_segment(prompt, prefix), prompt.by_chunk(stored))
+                parts = [chunk.part(kv) for chunk, kv in zip(prompt.chunks, prompt.by_chunk(stored), strict=True)]
+                found = Found(self._prefix_segment(prompt, prefix), parts)
                 plan = plan_blend(prompt, found, self.policy(ratio))
                 planned = time.perf_counter()
                 prefix.exact_tokens = plan.exact_tokens

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from cacheblend.base.errors import InputError, PromptTooLongError
 from cacheblend.retriever import Chunk, PlainTokenizer
-from cacheblend.store import ChunkKey, DocumentVersion
+from cacheblend.store import ChunkKey, DocumentVersion, KVHandle
+from cacheblend.store.chunk import KVPart
 
 from .chat_template import ChatTemplate
 from .reasoning import Thoughts
@@ -36,12 +37,19 @@ class PromptChunk:
         key: the store's key of its KV; None for text between two chunks, whose KV is of no use in another prompt.
         document: id and version of the ingested document that it is of; None for a text that the request brought.
         earlier: the chunks of its document that its KV is computed after.
+        stored_ids: the token ids of its KV, of which `token_ids` are those from `start` on; as many, where there are none here.
     """
 
     token_ids: tuple[int, ...]
     key: ChunkKey | None = None
     document: DocumentVersion | None = None
     earlier: tuple[tuple[int, ...], ...] = ()
+    stored_ids: tuple[int, ...] = ()
+    start: int = 0
+
+    def part(self, kv: KVHandle | None) -> KVHandle | None:
+        """Of the KV under its key, or of none, that of its tokens."""
+        return kv if kv is None or self.stored_ids in ((), self.token_ids) else KVPart(kv, self.start, self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)

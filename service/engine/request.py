@@ -22,6 +22,7 @@ from cacheblend.retriever import Chunk, ScoredChunk
 
 from .blend_plan import PlannedSegment
 from .decoding import Decoding, Piece, Sampling, TokenLogprob
+from .passages import FoundPassages
 from .prompt import PromptTokens
 from .reasoning import Thoughts
 
@@ -56,6 +57,7 @@ class RequestOptions(Sampling):
         stop: strings that end the answer.
         layout: what stands around the chunks; None puts the config's instruction before and the question after them. With a
             layout, `num_chunks=0` retrieves nothing.
+        passages: those in the texts of `layout`, see `Engine.find_passages`; their stored KV is reused where it is worth it.
         thoughts: how the answer to `layout` has its thoughts; None makes them a part of its text.
         cache_salt: of stored KV only that of this salt is used.
         tenant: who asks; tenants of a scheduler take turns.
@@ -69,6 +71,7 @@ class RequestOptions(Sampling):
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     layout: PromptTokens | None = None
+    passages: FoundPassages = field(default_factory=FoundPassages)
     thoughts: Thoughts | None = None
     cache_salt: str = ""
     tenant: str = ""

@@ -21,6 +21,7 @@ from cacheblend.base.threads import Check
 from cacheblend.service.engine.decoding import Piece, Sampling
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.grammar import GrammarCompiler
+from cacheblend.service.engine.passages import FoundPassages
 from cacheblend.service.engine.prompt import PromptRenderer, question_place
 from cacheblend.service.engine.reasoning import Thoughts
 from cacheblend.service.engine.request import Done, Event, Failed
@@ -87,10 +88,10 @@ def lay_out_chat(engine: Engine, body: ChatBody, defaults: Mapping[str, Any]) ->
     """Question, layout, thoughts, and numbers of chunks and tokens of a chat, as options of `Engine.prepare`."""
     if body.documents is not None and body.num_chunks:
         raise refused("num_chunks", "leave it out beside documents, which are all used", code=None)
-    num_chunks = 0 if body.documents is not None else body.num_chunks
-    if num_chunks is None:
-        num_chunks = min(DEFAULT_NUM_CHUNKS, engine.retriever.chunk_count)
     messages = [message.message() for message in body.messages]
+    passages = engine.find_passages((message.role, message.content) for message in messages)
+    num_chunks = 0 if body.documents is not None or passages.are_retrieved else DEFAULT_NUM_CHUNKS
+    num_chunks = min(num_chunks, engine.retriever.chunk_count) if body.num_chunks is None else body.num_chunks
     tools = [tool.model_dump(exclude_none=True) for tool in body.called_tools]
     prompts, with_chunks = engine.prompts, num_chunks > 0 or body.documents is not None
     variables = template_kwargs(body, defaults, prompts.template.variables)
@@ -98,6 +99,7 @@ def lay_out_chat(engine: Engine, body: ChatBody, defaults: Mapping[str, Any]) ->
     return {
         "question": messages[question_place(messages)].content,
         "layout": layout,
+        "passages": FoundPassages() if with_chunks else passages,
         "thoughts": prompts.thoughts(layout),
         "num_chunks": num_chunks,
         "max_tokens": body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
@@ -110,6 +112,7 @@ def lay_out_completion(engine: Engine, body: CompletionBody) -> dict[str, Any]:
     return {
         "question": text,
         "layout": engine.prompts.completion(text),
+        "passages": FoundPassages() if body.num_chunks or body.documents else engine.find_passages([("user", text)]),
         "num_chunks": body.num_chunks or 0,
         "max_tokens": body.max_tokens,
     }

@@ -1,0 +1,146 @@
+"""Passages in a prompt's own texts, whose stored KV is reused where they stand; the prompt's tokens stay what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from cacheblend.store import PASSAGES, ChunkKey
+from cacheblend.store.tiers import AdmissionFilter
+
+from .background_precompute import REMEMBERED_MISSES
+from .prompt import PromptChunk, PromptTokens
+
+if TYPE_CHECKING:
+    from cacheblend.retriever import Chunk, Retriever
+    from cacheblend.retriever.passages import Passage
+
+    from .chunk_context import ChunkNaming
+    from .engine import Engine
+
+LEAST_TOKENS = 16  # of a passage that is reused
+LEAST_SHARE = 0.25  # of the tokens that no exact prefix covers: where less can be reused, nothing is
+EDGE_TOKENS = 8  # at either end of a passage that other text around it may have made others
+MAX_LOST = 8  # passages whose tokens are not in the prompt, after which no more are looked for
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPassages:
+    """The passages in the messages of a chat, or in the text of a completion.
+
+    Args:
+        texts: of each passage, in the prompt's order.
+        passages: where they stand in their messages, and why.
+    """
+
+    texts: tuple[str, ...] = ()
+    passages: tuple[Passage, ...] = ()
+
+    @classmethod
+    def of(cls, messages: Iterable[tuple[str, str]], retriever: Retriever) -> FoundPassages:
+        """Look through messages, a role and a text each; raises RetrieverError if the index cannot be read."""
+        found = [(text[one.start : one.end], one) for role, text in messages for one in retriever.passages(text, role)]
+        return cls(tuple(text for text, _ in found), tuple(one for _, one in found))
+
+    @property
+    def are_retrieved(self) -> bool:
+        """Whether an application has retrieved them: their form says so, or they are stored chunks."""
+        return any(one.reason != "paragraph" for one in self.passages)
+
+
+def locate(prompt_ids: Sequence[int], passages: Sequence[Sequence[int]], begin: int = 0) -> list[tuple[int, int, int] | None]:
+    """Where passages stand in a prompt, in its order.
+
+    Tokens at a passage's ends may be others there than where it is tokenised by itself; such tokens are left out.
+
+    Args:
+        prompt_ids: N token ids.
+        passages: token ids of each, by itself.
+        begin: the first position that a passage may have.
+
+    Returns:
+        For each the first and last position but one in the prompt, and its first token that is meant; None where it is not.
+    """
+    prompt, done, lost = "".join(map(chr, prompt_ids)), begin, 0  # text, as Python searches it in linear time
+    found: list[tuple[int, int, int] | None] = []
+    for ids in passages:
+        passage = "".join(map(chr, ids))
+        first = min(EDGE_TOKENS, len(ids) // 4)
+        last = len(ids) - first
+        start = prompt.find(passage[first:last], done) if last - first >= LEAST_TOKENS // 2 and lost < MAX_LOST else -1
+        if start < 0:
+            lost += 1
+            found.append(None)
+            continue
+        stop = start + last - first
+        while start > done and first and prompt[start - 1] == passage[first - 1]:
+            start, first = start - 1, first - 1
+        while stop < len(prompt) - 1 and last < len(ids) and prompt[stop] == passage[last]:
+            stop, last = stop + 1, last + 1
+        done = stop
+        found.append((start, stop, first) if stop - start >= LEAST_TOKENS else None)
+    return found
+
+
+class PassageReuse:
+    """Finds the stored KV of passages in prompts, and has the KV of those that came before computed. Thread-safe.
+
+    The KV of a passage of no ingested document is stored when another request has it a second time, in a namespace of its own.
+
+    Args:
+        engine: with the store, the index and the prefix cache.
+        naming: names passages' KV.
+        rows: the rows of a prompt's chunks, by `Engine.prepare`.
+    """
+
+    def __init__(
+        self, engine: Engine, naming: ChunkNaming, rows: Callable[[Sequence[Chunk], str], tuple[PromptChunk, ...]]
+    ) -> None:
+        self._engine, self._naming, self._rows = engine, naming, rows
+        self._seen = AdmissionFilter(REMEMBERED_MISSES)
+
+    def cut(self, prompt: PromptTokens, found: FoundPassages, namespace: str) -> PromptTokens:
+        """The prompt, cut at passages whose KV is stored; uncut where too little is reused."""
+        engine, token_ids = self._engine, prompt.token_ids
+        # 1. Each passage by itself, and where it stands after what the prefix cache has exactly.
+        with engine.prefixes.find(token_ids, len(token_ids) - 1, namespace) as prefix:
+            exact = prefix.tokens
+        chunks = self._chunks(found, namespace)
+        places = locate(token_ids, [chunk.token_ids for chunk in chunks], exact)
+        # 2. Which of them are stored; the others are noted, once a request.
+        located = [(chunk, place) for chunk, place in zip(chunks, places, strict=True) if place is not None]
+        keys = [chunk.key for chunk, _ in located if chunk.key is not None]
+        stored = dict(zip(keys, engine.store.find(keys), strict=True))
+        for chunk in {chunk.key: chunk for chunk, _ in located if chunk.key is not None and not stored[chunk.key]}.values():
+            self._note(chunk)
+        # 3. The prompt's rows: passages that are stored, and what stands between them.
+        hits = [(chunk, place) for chunk, place in located if chunk.key is not None and stored[chunk.key]]
+        reused = sum(stop - start for _, (start, stop, _) in hits)
+        if not hits or reused < LEAST_SHARE * (len(token_ids) - exact):
+            return prompt
+        rows, begin = list[PromptChunk](), hits[0][1][0]
+        done = begin
+        for chunk, (start, stop, first) in hits:
+            rows += [PromptChunk(token_ids[done:start])] if start > done else []
+            rows.append(replace(chunk, token_ids=token_ids[start:stop], stored_ids=chunk.token_ids, start=first))
+            done = stop
+        return PromptTokens(token_ids[:begin], token_ids[done:], tuple(rows))
+
+    def _chunks(self, found: FoundPassages, namespace: str) -> list[PromptChunk]:
+        """Each passage with the key of its KV."""
+        known = [one.chunk for one in found.passages if one.chunk is not None]
+        rows = iter(self._rows(known, namespace))
+        chunks = list[PromptChunk]()
+        for text, one in zip(found.texts, found.passages, strict=True):
+            if one.chunk is not None:
+                chunks.append(next(rows))
+            elif token_ids := tuple(self._engine.prompts.text_ids(text)):
+                chunks.append(PromptChunk(token_ids, self._naming.key(token_ids, (), PASSAGES + namespace)))
+        return chunks
+
+    def _note(self, chunk: PromptChunk) -> None:
+        """Have a missing passage's KV computed: a stored document's, or what came in an earlier request."""
+        assert isinstance(chunk.key, ChunkKey)
+        if chunk.document is not None or self._seen.admits(chunk.key.digest):
+            self._engine.background.submit(chunk)
