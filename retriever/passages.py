@@ -45,6 +45,12 @@ _START = re.compile(r"(?<!\w)\S")  # where a stored text may begin
 _SENTENCE_END = re.compile(r"[.!?\u2026\u061f\u06d4][\"'\u2019\u201d)\]]?(?=\s|$)|[\u3002\uff01\uff1f\u0964]")
 _STRING_MARK = re.compile(r'\\.|"', re.DOTALL)
 _INSTRUCTS = re.compile(r"\b(?:you|your|please|always|never|don't|do not|must|should|respond|answer|output)\b", re.IGNORECASE)
+_CODE_LINE = re.compile(
+    r"^[ \t]*(?:(?:def|class|import|from|return|func|fn|function|const|let|var|public|private|static|package|use|using)[ \t]\S"
+    r"|#(?:include|define)|select[ \t].*[ \t]from|[\w.]+[ \t]*=[ \t]|.*[;{}][ \t]*$)",
+    re.MULTILINE | re.IGNORECASE,
+)
+CODE_LINES = 3  # in a text that has them, paragraphs and notes are comments
 _CODE = "{}<>;=|\\`_$@^~#/\t"
 
 
@@ -112,7 +118,11 @@ def find_passages(text: str, role: str, stored: StoredTexts | None = None) -> li
     strings = text.lstrip()[:1] in ("[", "{") and role == "tool"
     borders = iter([*known, Passage(len(text) + 1, len(text) + 1, "")])
     found, border = list[Passage](), next(borders)
-    for passage in _strings(text) if strings else _blocks(text, role):
+    blocks = list(_strings(text) if strings else _blocks(text, role))
+    certain = [one for one in blocks if one.reason not in ("paragraph", "numbered")]
+    if len(certain) < len(blocks) and len(_CODE_LINE.findall(text)) >= CODE_LINES:
+        blocks = certain
+    for passage in blocks:
         while border.end <= passage.start:
             found.append(border)
             border = next(borders)
@@ -133,12 +143,11 @@ def _strings(text: str) -> Iterator[Passage]:
 
 def _blocks(text: str, role: str) -> Iterator[Passage]:
     """The texts in the forms of `FORMS` and `TAGS`, and paragraphs of several sentences between others."""
-    tags = list(_TAG.finditer(text))
-    bodies = [
+    bodies = (
         (opens, closes)
-        for opens, closes in pairwise(tags)
+        for opens, closes in pairwise(_TAG.finditer(text))
         if closes["close"] and not opens["close"] and opens["name"] == closes["name"]
-    ]
+    )
     done, form = 0, "after" if role == "tool" else "head"
     for opens, closes in bodies:
         yield from _paragraphs(text, done, opens.start(), form, role)

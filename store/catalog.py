@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cacheblend.base.errors import InputError, StoreDirectoryError, StoreError
 from cacheblend.base.sqlite import Database, prefix_end
 
-from .chunk import ChunkKey
+from .chunk import PASSAGES, ChunkKey
 
 if TYPE_CHECKING:
     from .nvme_tier import NvmeTier
@@ -28,6 +28,9 @@ IS_PINNED = """EXISTS (
     WHERE document_chunks.digest = entries.digest AND documents.pinned
 )"""
 
+_OF_PASSAGES = f"pinned = 0 AND namespace >= '{PASSAGES}' AND namespace < '{PASSAGES[:-1]};'"
+# Not in the schema, so that a catalog of an earlier version gets it too.
+_PASSAGES_INDEX = f"CREATE INDEX IF NOT EXISTS passages_to_evict ON entries (used_ns, digest) WHERE {_OF_PASSAGES}"
 _TABLES = ("entries", "totals", "documents", "document_chunks")
 
 SCHEMA = (
@@ -195,17 +198,21 @@ class Catalog:
             self.change()
 
     def evictable(self) -> Iterator[tuple[str, int]]:
-        """Digest and bytes of the entries that no pinned document has, the least recently used first."""
+        """Digest and bytes of the entries that no pinned document has: passages, then others, the least recently used first."""
         self.save_uses()
-        query = (
-            "SELECT digest, bytes, used_ns FROM entries WHERE pinned = 0 AND (used_ns, digest) > (?, ?) "
-            "ORDER BY used_ns, digest LIMIT 64"
-        )
-        last = (-1, "")
-        while page := self.database.rows(query, *last):
-            for digest, entry_bytes, used_ns in page:
-                last = (used_ns, digest)
-                yield digest, entry_bytes
+        for rows in (_OF_PASSAGES, f"pinned = 0 AND NOT ({_OF_PASSAGES})"):
+            query = f"SELECT digest, bytes, used_ns FROM entries WHERE {rows} AND (used_ns, digest) > (?, ?) "
+            last = (-1, "")
+            while page := self.database.rows(f"{query} ORDER BY used_ns, digest LIMIT 64", *last):
+                for digest, entry_bytes, used_ns in page:
+                    last = (used_ns, digest)
+                    yield digest, entry_bytes
+
+    def passages(self, namespace: str) -> list[tuple[str, int]]:
+        """Digest and bytes of the entries of a namespace that begins with `PASSAGES`, the least recently used first."""
+        self.save_uses()
+        query = f"SELECT digest, bytes FROM entries WHERE {_OF_PASSAGES} AND namespace = ? ORDER BY used_ns, digest"
+        return self.database.rows(query, namespace)
 
     def entries(self) -> Iterator[CatalogEntry]:
         """Every entry as it is at the first step, the least recently used first; memory holds a page of them."""
@@ -270,6 +277,8 @@ class Catalog:
             )
         else:
             self._check_rows()
+        with self.database.transaction() as transaction:
+            transaction.execute(_PASSAGES_INDEX)
 
 
 def _insert(transaction: sqlite3.Connection, entries: Iterable[CatalogEntry]) -> None:

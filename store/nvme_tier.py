@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import ClassVar, TypeVar
 
 from cacheblend.base.errors import DamagedEntryError, StoreError, StoreFullError
 
 from .catalog import Catalog, CatalogEntry
+from .chunk import PASSAGES
 from .entry import EncodedEntry, EntryInfo, pack_header
 from .entry_file import EntryFile, NewFile, check_direct_reads, write_files
 from .layout import Journal, Reserve, StoreFolder, WriteLock
@@ -21,6 +24,7 @@ from .write_queue import PendingWrite
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+PASSAGES_PART = 8  # of the budget, one over this is for the passages of each namespace
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +171,12 @@ class NvmeTier:
                     new[digest] = NewFile(header, write.entry, self.folder.writing / digest, self.folder.entry_path(digest))
             if not new:
                 return ()
-            with self._evicting(sum(file.nbytes for file in new.values())) as victims, self.changing([*new, *victims]):
+            of_passages: Counter[str] = Counter()
+            for file in new.values():
+                namespace = file.entry.info.key.namespace
+                of_passages[namespace] += file.nbytes * namespace.startswith(PASSAGES)
+            size = sum(file.nbytes for file in new.values())
+            with self._evicting(size, of_passages) as victims, self.changing([*new, *victims]):
                 self.folder.make_entry_folders(file.final for file in new.values())
                 write_files(list(new.values()))
                 rows = [_row(file.entry.info, file.nbytes, self.catalog.now_ns()) for file in new.values()]
@@ -295,17 +304,25 @@ class NvmeTier:
             self.catalog.count_anew(wrong)
 
     @contextmanager
-    def _evicting(self, file_bytes: int) -> Iterator[list[str]]:
+    def _evicting(self, file_bytes: int, of_passages: Mapping[str, int] = MappingProxyType({})) -> Iterator[list[str]]:
         """Select the least recently used entries so that files of `file_bytes` fit, or for 0 as far as pins allow.
 
+        Passages go first, and those of a namespace in any case for new ones (`of_passages` has their bytes) beyond its part.
         Inside, they count as misses and cannot be pinned.
         """
         victims: list[str] = []
         excess_bytes = self.size()[1] + file_bytes - self.budget_bytes
         try:
+            for namespace, new_bytes in of_passages.items():
+                held = self.catalog.passages(namespace) if new_bytes else []
+                beyond_bytes = new_bytes + sum(entry_bytes for _, entry_bytes in held) - self.budget_bytes // PASSAGES_PART
+                for digest, entry_bytes in held:
+                    if beyond_bytes > 0 and self._pins.begin_evict(digest):
+                        victims.append(digest)
+                        beyond_bytes, excess_bytes = beyond_bytes - entry_bytes, excess_bytes - entry_bytes
             if excess_bytes > 0 and file_bytes <= self.budget_bytes:
                 for digest, entry_bytes in self.catalog.evictable():
-                    if self._pins.begin_evict(digest):
+                    if digest not in victims and self._pins.begin_evict(digest):
                         victims.append(digest)
                         excess_bytes -= entry_bytes
                     if excess_bytes <= 0:

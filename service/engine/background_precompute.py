@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from cacheblend.base.errors import CacheBlendError
 from cacheblend.base.threads import in_own_thread, lower_priority
-from cacheblend.store import ChunkKey, DocumentVersion, KVStore
+from cacheblend.store import PASSAGES, ChunkKey, DocumentVersion, KVStore
 from cacheblend.store.tiers import AdmissionFilter
 
 from .chunk_context import ChunkEncoder
@@ -103,8 +103,8 @@ class BackgroundPrecompute:
         self._thread.join()
 
     def _is_worth(self, key: ChunkKey, tokens: int) -> bool:
-        """Whether there is room for the chunk's KV, or it was missed before."""
-        if self._missed.admits(key.digest):
+        """Whether there is room for the chunk's KV, or it was missed before, as a passage that comes here was."""
+        if key.namespace.startswith(PASSAGES) or self._missed.admits(key.digest):
             return True
         stats, geometry = self._store.stats(), self._encoder.fusor.decoder.geometry
         entry_bytes = geometry.layers * geometry.layer_bytes(tokens) * 5 // 4  # a header comes on top; a codec's are fewer

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from cacheblend.store import PASSAGES, ChunkKey
 from cacheblend.store.tiers import AdmissionFilter
 
-from .background_precompute import REMEMBERED_MISSES
 from .prompt import PromptChunk, PromptTokens
 
 if TYPE_CHECKING:
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 LEAST_TOKENS = 16  # of a passage that is reused
 LEAST_SHARE = 0.25  # of the tokens that no exact prefix covers: where less can be reused, nothing is
 EDGE_TOKENS = 8  # at either end of a passage that other text around it may have made others
+REMEMBERED = 8192  # passages that came once; two requests further apart than so many others count as two first ones
 MAX_LOST = 8  # passages whose tokens are not in the prompt, after which no more are looked for
 
 
@@ -98,7 +98,7 @@ class PassageReuse:
         self, engine: Engine, naming: ChunkNaming, rows: Callable[[Sequence[Chunk], str], tuple[PromptChunk, ...]]
     ) -> None:
         self._engine, self._naming, self._rows = engine, naming, rows
-        self._seen = AdmissionFilter(REMEMBERED_MISSES)
+        self._seen = AdmissionFilter(REMEMBERED)
 
     def cut(self, prompt: PromptTokens, found: FoundPassages, namespace: str) -> PromptTokens:
         """The prompt, cut at passages whose KV is stored; uncut where too little is reused."""
