@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cacheblend.store import PASSAGES, ChunkKey
+from cacheblend.store import PASSAGES
 from cacheblend.store.tiers import AdmissionFilter
 
 from .prompt import PromptChunk, PromptTokens
@@ -49,7 +49,7 @@ class FoundPassages:
         return any(one.reason != "paragraph" for one in self.passages)
 
 
-def locate(prompt_ids: Sequence[int], passages: Sequence[Sequence[int]], begin: int = 0) -> list[tuple[int, int, int] | None]:
+def locate(prompt_ids: Sequence[int], passages: Sequence[Sequence[int]]) -> list[tuple[int, int, int] | None]:
     """Where passages stand in a prompt, in its order.
 
     Tokens at a passage's ends may be others there than where it is tokenised by itself; such tokens are left out.
@@ -57,12 +57,11 @@ def locate(prompt_ids: Sequence[int], passages: Sequence[Sequence[int]], begin: 
     Args:
         prompt_ids: N token ids.
         passages: token ids of each, by itself.
-        begin: the first position that a passage may have.
 
     Returns:
         For each the first and last position but one in the prompt, and its first token that is meant; None where it is not.
     """
-    prompt, done, lost = "".join(map(chr, prompt_ids)), begin, 0  # text, as Python searches it in linear time
+    prompt, done, lost = "".join(map(chr, prompt_ids)), 0, 0  # text, as Python searches it in linear time
     found: list[tuple[int, int, int] | None] = []
     for ids in passages:
         passage = "".join(map(chr, ids))
@@ -103,19 +102,21 @@ class PassageReuse:
     def cut(self, prompt: PromptTokens, found: FoundPassages, namespace: str) -> PromptTokens:
         """The prompt, cut at passages whose KV is stored; uncut where too little is reused."""
         engine, token_ids = self._engine, prompt.token_ids
-        # 1. Each passage by itself, and where it stands after what the prefix cache has exactly.
+        # 1. Each passage by itself, and where it stands.
         with engine.prefixes.find(token_ids, len(token_ids) - 1, namespace) as prefix:
             exact = prefix.tokens
         chunks = self._chunks(found, namespace)
-        places = locate(token_ids, [chunk.token_ids for chunk in chunks], exact)
-        # 2. Which of them are stored; the others are noted, once a request.
-        located = [(chunk, place) for chunk, place in zip(chunks, places, strict=True) if place is not None]
-        keys = [chunk.key for chunk, _ in located if chunk.key is not None]
-        stored = dict(zip(keys, engine.store.find(keys), strict=True))
-        for chunk in {chunk.key: chunk for chunk, _ in located if chunk.key is not None and not stored[chunk.key]}.values():
-            self._note(chunk)
-        # 3. The prompt's rows: passages that are stored, and what stands between them.
-        hits = [(chunk, place) for chunk, place in located if chunk.key is not None and stored[chunk.key]]
+        places = locate(token_ids, [chunk.token_ids for chunk in chunks])
+        located = [(chunk, *place, one) for chunk, place, one in zip(chunks, places, found.passages, strict=True) if place]
+        keys = [chunk.key for chunk, *_ in located if chunk.key is not None]
+        stored = {key for key, is_stored in zip(keys, engine.store.find(keys), strict=True) if is_stored}
+        # 2. Those that are not stored are noted, once a request; paragraphs that all prompts begin with stay exact.
+        missing = {chunk.key: chunk for chunk, start, *_, one in located if start >= exact or one.reason != "paragraph"}
+        for key in missing.keys() - stored - {None}:
+            if missing[key].document or self._seen.admits(str(key)):
+                engine.background.submit(missing[key])
+        # 3. The prompt's rows: passages that are stored and not in the prefix, and what stands between them.
+        hits = [(chunk, place) for chunk, *place, _ in located if chunk.key in stored and place[0] >= exact]
         reused = sum(stop - start for _, (start, stop, _) in hits)
         if not hits or reused < LEAST_SHARE * (len(token_ids) - exact):
             return prompt
@@ -135,12 +136,7 @@ class PassageReuse:
         for text, one in zip(found.texts, found.passages, strict=True):
             if one.chunk is not None:
                 chunks.append(next(rows))
-            elif token_ids := tuple(self._engine.prompts.text_ids(text)):
+            else:
+                token_ids = tuple(self._engine.prompts.text_ids(text))
                 chunks.append(PromptChunk(token_ids, self._naming.key(token_ids, (), PASSAGES + namespace)))
         return chunks
-
-    def _note(self, chunk: PromptChunk) -> None:
-        """Have a missing passage's KV computed: a stored document's, or what came in an earlier request."""
-        assert isinstance(chunk.key, ChunkKey)
-        if chunk.document is not None or self._seen.admits(chunk.key.digest):
-            self._engine.background.submit(chunk)

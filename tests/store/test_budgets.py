@@ -6,7 +6,7 @@ import pytest
 from chunks import FILE_BYTES, RAM_BYTES, file_of, files_under, make_chunk, put_all, same
 from waiting import wait_until
 
-from cacheblend.store import KVStore, StoreFullError
+from cacheblend.store import PASSAGES, ChunkKey, KVStore, StoreFullError
 
 PAIRS = [make_chunk(seed) for seed in range(6)]
 KEYS = [key for key, _ in PAIRS]
@@ -90,6 +90,22 @@ def test_reopened_with_a_smaller_budget(open_store) -> None:
         assert file_of(store, KEYS[0]).exists()
         assert not file_of(store, KEYS[1]).exists()
         assert store.stats().nvme.evictions == 2
+
+
+def test_passages_go_first(open_store) -> None:
+    """Passages are evicted before what is older; those of each namespace have an eighth of the budget, the older ones go."""
+
+    def passage(seed: int, namespace: str) -> ChunkKey:
+        return ChunkKey.of(PAIRS[seed][1].token_ids, prefix_ids=(1,), model=KEYS[seed].model, namespace=PASSAGES + namespace)
+
+    store = put_all(open_store(nvme_budget_bytes=16 * FILE_BYTES), PAIRS[:1])
+    for seed, namespace in ((1, "a"), (2, "a"), (1, "b"), (3, "a"), (4, "a")):
+        store.put(passage(seed, namespace), PAIRS[seed][1])
+    assert {row.key for row in store.ls()} == {KEYS[0], passage(1, "b"), passage(3, "a"), passage(4, "a")}
+    store.close()
+    with open_store(nvme_budget_bytes=4 * FILE_BYTES) as store:
+        put_all(store, PAIRS[1:3])
+        assert {row.key for row in store.ls()} == {*KEYS[:3], passage(4, "a")}
 
 
 def test_clock_that_goes_back(open_store, monkeypatch: pytest.MonkeyPatch) -> None:
