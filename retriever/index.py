@@ -96,7 +96,7 @@ class IndexedDocuments:
         """
         with self._lock, self._catalog.snapshot():
             if self._generation != (generation := self._catalog.generation):
-                self._texts.add((id_, chunk) for id_, _, _, chunk in self._catalog.texts(self._texts.last))
+                self._texts.add((id_, title, words) for id_, _, title, words in self._catalog.texts(self._texts.last))
                 self._generation = generation
             return find_passages(text, role, self._texts)
 

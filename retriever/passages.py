@@ -46,9 +46,9 @@ _SENTENCE_END = re.compile(r"[.!?\u2026\u061f\u06d4][\"'\u2019\u201d)\]]?(?=\s|$
 _STRING_MARK = re.compile(r'\\.|"', re.DOTALL)
 _INSTRUCTS = re.compile(r"\b(?:you|your|please|always|never|don't|do not|must|should|respond|answer|output)\b", re.IGNORECASE)
 _CODE_LINE = re.compile(
-    r"^[ \t]*(?:(?:def|class|import|from|return|func|fn|function|const|let|var|public|private|static|package|use|using)[ \t]\S"
+    r"[ \t]*(?:(?:def|class|import|from|return|func|fn|function|const|let|var|public|private|static|package|use|using)[ \t]\S"
     r"|#(?:include|define)|select[ \t].*[ \t]from|[\w.]+[ \t]*=[ \t]|.*[;{}][ \t]*$)",
-    re.MULTILINE | re.IGNORECASE,
+    re.IGNORECASE,
 )
 CODE_LINES = 3  # in a text that has them, paragraphs and notes are comments
 _CODE = "{}<>;=|\\`_$@^~#/\t"
@@ -77,11 +77,11 @@ class StoredTexts:
         self._known: dict[int, list[tuple[int, int, int]]] = {}  # by hash of the window: index id, length, hash
         self.last = 0  # the highest index id
 
-    def add(self, texts: Iterable[tuple[int, str]]) -> None:
-        """Note texts under ascending index ids; white space at their ends does not count."""
-        for id_, text in texts:
-            self.last, core = id_, text.strip()
-            if len(core) >= LEAST_CHARACTERS:
+    def add(self, texts: Iterable[tuple[int, str, str]]) -> None:
+        """Note chunks by ascending index ids, their documents' titles, and texts."""
+        for id_, title, text in texts:
+            self.last = id_
+            for core in _cores(title, text):
                 of_window = self._known.setdefault(hash(core[:WINDOW]), [])
                 of_window.append((id_, len(core), hash(core)))
                 del of_window[:-CANDIDATES]
@@ -98,10 +98,16 @@ class StoredTexts:
                 work -= length
                 if work > 0 and hash(part := text[start : start + length]) == digest:
                     chunk = self._read(id_)
-                    if chunk is not None and chunk.text.strip() == part:
+                    if chunk is not None and part in _cores(chunk.title, chunk.text):
                         found.append(Passage(start, done := start + length, "stored", chunk))
                         break
         return found
+
+
+def _cores(title: str, text: str) -> list[str]:
+    """The texts by which a chunk is found in prompts: without white space at its ends, and the first without its title too."""
+    texts = (text, text.removeprefix(f"{title}\n")) if title and text.startswith(f"{title}\n") else (text,)
+    return [core for core in map(str.strip, texts) if len(core) >= LEAST_CHARACTERS]
 
 
 def find_passages(text: str, role: str, stored: StoredTexts | None = None) -> list[Passage]:
@@ -120,7 +126,7 @@ def find_passages(text: str, role: str, stored: StoredTexts | None = None) -> li
     found, border = list[Passage](), next(borders)
     blocks = list(_strings(text) if strings else _blocks(text, role))
     certain = [one for one in blocks if one.reason not in ("paragraph", "numbered")]
-    if len(certain) < len(blocks) and len(_CODE_LINE.findall(text)) >= CODE_LINES:
+    if len(certain) < len(blocks) and sum(map(bool, map(_CODE_LINE.match, text.split("\n")))) >= CODE_LINES:
         blocks = certain
     for passage in blocks:
         while border.end <= passage.start:

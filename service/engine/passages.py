@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -49,31 +49,31 @@ class FoundPassages:
         return any(one.reason != "paragraph" for one in self.passages)
 
 
-def locate(prompt_ids: Sequence[int], passages: Sequence[Sequence[int]]) -> list[tuple[int, int, int] | None]:
+def locate(prompt_ids: Sequence[int], passages: Iterable[tuple[Sequence[int], int]]) -> list[tuple[int, int, int] | None]:
     """Where passages stand in a prompt, in its order.
 
     Tokens at a passage's ends may be others there than where it is tokenised by itself; such tokens are left out.
 
     Args:
         prompt_ids: N token ids.
-        passages: token ids of each, by itself.
+        passages: token ids of each, by itself, and how many of the first of them are not looked for.
 
     Returns:
         For each the first and last position but one in the prompt, and its first token that is meant; None where it is not.
     """
     prompt, done, lost = "".join(map(chr, prompt_ids)), 0, 0  # text, as Python searches it in linear time
     found: list[tuple[int, int, int] | None] = []
-    for ids in passages:
+    for ids, skipped in passages:
         passage = "".join(map(chr, ids))
-        first = min(EDGE_TOKENS, len(ids) // 4)
-        last = len(ids) - first
+        edge = min(EDGE_TOKENS, (len(ids) - skipped) // 4)
+        first, last = skipped + edge, len(ids) - edge
         start = prompt.find(passage[first:last], done) if last - first >= LEAST_TOKENS // 2 and lost < MAX_LOST else -1
         if start < 0:
             lost += 1
             found.append(None)
             continue
         stop = start + last - first
-        while start > done and first and prompt[start - 1] == passage[first - 1]:
+        while start > done and first > skipped and prompt[start - 1] == passage[first - 1]:
             start, first = start - 1, first - 1
         while stop < len(prompt) - 1 and last < len(ids) and prompt[stop] == passage[last]:
             stop, last = stop + 1, last + 1
@@ -106,7 +106,7 @@ class PassageReuse:
         with engine.prefixes.find(token_ids, len(token_ids) - 1, namespace) as prefix:
             exact = prefix.tokens
         chunks = self._chunks(found, namespace)
-        places = locate(token_ids, [chunk.token_ids for chunk in chunks])
+        places = locate(token_ids, zip((chunk.token_ids for chunk in chunks), self._skipped(found), strict=True))
         located = [(chunk, *place, one) for chunk, place, one in zip(chunks, places, found.passages, strict=True) if place]
         keys = [chunk.key for chunk, *_ in located if chunk.key is not None]
         stored = {key for key, is_stored in zip(keys, engine.store.find(keys), strict=True) if is_stored}
@@ -140,3 +140,9 @@ class PassageReuse:
                 token_ids = tuple(self._engine.prompts.text_ids(text))
                 chunks.append(PromptChunk(token_ids, self._naming.key(token_ids, (), PASSAGES + namespace)))
         return chunks
+
+    def _skipped(self, found: FoundPassages) -> Iterator[int]:
+        """How many tokens of each passage's KV, those of its document's title, do not stand in the prompt."""
+        for text, one in zip(found.texts, found.passages, strict=True):
+            title = "" if one.chunk is None else one.chunk.text.partition(text)[0].lstrip()
+            yield len(self._engine.prompts.text_ids(title)) if title else 0

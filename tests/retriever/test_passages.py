@@ -88,7 +88,7 @@ def test_results_of_tools_and_system_messages() -> None:
 
 def stored(texts: dict[int, str]) -> StoredTexts:
     known = StoredTexts(lambda id_: Chunk("d", "v", id_, "", texts[id_], ()) if id_ in texts else None)
-    known.add(texts.items())
+    known.add((id_, "", text) for id_, text in texts.items())
     return known
 
 

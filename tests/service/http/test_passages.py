@@ -198,7 +198,7 @@ def ask(address: str, texts: list[str], question: str = ASKED[0], **fields: Any)
 def test_ingested_texts_are_hits_at_once(served: tuple[Engine, str, list[Request]]) -> None:
     """An ingested text is found under whatever stands around it, and nothing is retrieved beside it; usage tells of it."""
     engine, address, requests = served
-    engine.ingest([{"id": str(n), "title": "", "text": text} for n, text in enumerate(TEXTS)])
+    engine.ingest([{"id": str(n), "title": f"A title of text {n}", "text": text} for n, text in enumerate(TEXTS)])
     answer = ask(address, list(TEXTS))
     tokens = sum(len(engine.prompts.text_ids(text)) for text in TEXTS)
     assert answer.usage.prompt_tokens_details.cached_tokens == reused(requests[-1]) >= 0.9 * tokens

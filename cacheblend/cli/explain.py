@@ -1,0 +1,75 @@
+"""`cacheblend explain`: what a request's prompt has that is taken for a passage, and why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cacheblend.base.errors import InputError, RetrieverError
+from cacheblend.service.engine.config import INDEX_FOLDER
+
+from . import options, terminal
+
+SHOWN = 60  # characters of each end of a passage
+
+
+def explain(
+    request: Annotated[Path, typer.Argument(help="A JSON file: the body of a chat or a text completion.")],
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    *,
+    as_json: options.Json = False,
+) -> None:
+    """Show which passages are found in a request's messages, and why; no model is loaded.
+
+    Examples:
+        cacheblend explain request.json --store-dir store
+    """
+    from cacheblend.retriever.index import IndexedDocuments
+    from cacheblend.retriever.passages import find_passages
+
+    messages, found = _messages(request), list[dict[str, object]]()
+    try:
+        index = IndexedDocuments.open(store_dir / INDEX_FOLDER)
+    except RetrieverError as error:
+        terminal.note(f"no stored chunks are looked for: {error}")
+        each = [find_passages(text, role) for role, text in messages]
+    else:
+        with index:
+            each = [index.passages(text, role) for role, text in messages]
+    for number, ((role, text), passages) in enumerate(zip(messages, each, strict=True)):
+        for one in passages:
+            document = None if one.chunk is None else one.chunk.document_id
+            where = {"message": number, "role": role, "start": one.start, "end": one.end}
+            found.append({**where, "reason": one.reason, "document_id": document, "text": text[one.start : one.end]})
+    if as_json:
+        terminal.print_json({"characters": sum(len(text) for _, text in messages), "passages": found})
+        return
+    for shown in found:
+        text, of = " ".join(str(shown["text"]).split()), f" of {shown['document_id']}" if shown["document_id"] else ""
+        place = f"message {shown['message']} ({shown['role']}), characters {shown['start']} to {shown['end']}"
+        terminal.print_line(f"{place}: {shown['reason']}{of}\n    {text[:SHOWN]} ... {text[-SHOWN:]}")
+    terminal.print_line(f"{terminal.counted(len(found), 'passage')} in {terminal.counted(len(messages), 'message')}")
+
+
+def _messages(file: Path) -> list[tuple[str, str]]:
+    """The roles and texts of a request's messages; a completion's prompt is a user's.
+
+    Raises:
+        InputError: the file is no request.
+    """
+    try:
+        body = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(body.get("prompt"), str):
+            return [("user", body["prompt"])]
+        return [(str(each["role"]), _text(each.get("content") or "")) for each in body["messages"]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(
+            f'{file} is no request ({type(error).__name__}: {error}); give JSON with "messages", or with a "prompt"'
+        ) from error
+
+
+def _text(content: str | list[dict[str, str]]) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
