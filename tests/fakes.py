@@ -96,7 +96,7 @@ class FakeRemoteTier:
 
 @functools.cache
 def tiny_tokenizer(vocab: int = 600) -> PreTrainedTokenizerFast:
-    """A byte-level BPE over a little English, with `<s>` (id 0), which it puts in front, and `</s>` (id 1); made once a process."""
+    """A byte-level BPE over a little English, with `<s>` (id 0), which it puts in front, and `</s>` (id 1); made once."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
