@@ -178,10 +178,11 @@ def _config_digest(model: nn.Module, dtype: torch.dtype) -> hashlib._Hash:
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, hex.
 
-    The user's cache folder holds it by real path, size and modification time, so that a large file is hashed once.
+    The user's cache folder holds it by real path, size, inode and times, so that a large file is hashed once; the time of the
+    inode's change cannot be set back, as that of the file's modification can.
     """
     stat = path.stat()
-    identity = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
+    identity = f"{path.resolve()}:{stat.st_size}:{stat.st_ino}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
     target, known = user_cache_folder() / "fingerprints.json", dict[str, str]()
     with suppress(OSError, ValueError, TypeError):
         known = dict(json.loads(target.read_text()))

@@ -22,6 +22,7 @@ from .families import VERIFIED, check_model, exact_reason, fingerprint_module
 from .fidelity import check_against_model
 from .fusion import Fusion, FusionConfig, FusionSteps
 from .generation import continue_from
+from .gguf_file import add_end_tokens
 from .hybrid import HybridDecoder
 from .interfaces import LayerKV, LayerSink, LayerSource, ModelRunner, ResidentLayers
 from .layer_passes import SharedPrefix
@@ -145,7 +146,9 @@ class Fusor:
             UnsupportedModelError: see the class.
         """
         model, fingerprint = load_model(path_or_hub_id, device, dtype, **kwargs)
-        return cls(model, load_tokenizer(path_or_hub_id, **kwargs), fingerprint=fingerprint, allow_unverified=allow_unverified)
+        tokenizer = load_tokenizer(path_or_hub_id, **kwargs)
+        add_end_tokens(model, tokenizer)
+        return cls(model, tokenizer, fingerprint=fingerprint, allow_unverified=allow_unverified)
 
     def exact_fingerprint(self, tokens: int) -> str:
         """Names the model in KV that is exact in a prompt of so many tokens: a longrope turns long ones by other factors."""

@@ -38,6 +38,11 @@ ORIGIN = "origin.json"  # written last
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
 # Vocabularies whose text is split into single digits first, which transformers leaves out.
 _DIGITS_APART = ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder")
+# Tokens that end a turn or a text, as llama.cpp has them; a header names one, and some models write another.
+_ENDS = (
+    *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>", "<EOT>"),
+    *("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),
+)
 _FOLDER_ONLY = "use the model's own folder (config.json and safetensors) instead of the GGUF file"
 
 
@@ -76,6 +81,15 @@ def converted_folder(name: str, gguf_sha256: str) -> Path:
 def is_converted(folder: Path) -> bool:
     """Whether a folder holds a finished conversion."""
     return (folder / ORIGIN).is_file()
+
+
+def add_end_tokens(model: Any, tokenizer: Any) -> None:
+    """Have a model that was a GGUF file end its answers at each of the tokens for it that its vocabulary has."""
+    if tokenizer is None or not is_converted(Path(model.name_or_path)):
+        return
+    named = model.generation_config.eos_token_id
+    ends = {token for token, known in tokenizer.added_tokens_decoder.items() if known.special and known.content in _ENDS}
+    model.generation_config.eos_token_id = sorted({*ends, *([named] if isinstance(named, int) else named or ())}) or None
 
 
 def convert_gguf(path: Path) -> Path:

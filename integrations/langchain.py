@@ -19,7 +19,7 @@ with needs_extra("langchain"):
     from langchain_core.documents import Document
     from langchain_core.language_models import BaseChatModel, LanguageModelInput
     from langchain_core.language_models.chat_models import generate_from_stream
-    from langchain_core.messages import AIMessageChunk, BaseMessage
+    from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
     from langchain_core.messages.ai import UsageMetadata
     from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
     from langchain_core.outputs import ChatGenerationChunk, ChatResult
@@ -94,6 +94,18 @@ class ChatCacheBlend(BaseChatModel):
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
         return {"model": self.engine.config.model, "method": self.method, "recompute_ratio": self.recompute_ratio}
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """The model's own tokens of a text, which LangChain counts."""
+        return self.engine.prompts.text_ids(text)
+
+    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> Runnable[LanguageModelInput, AIMessage]:
+        """Refused: calls of tools are the service's; an error of the kind that LangChain looks for.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("ChatCacheBlend calls no tools; use ChatOpenAI with the base_url of `cacheblend serve`")
 
     def with_structured_output(
         self, schema: dict[str, Any] | type, *, include_raw: bool = False, **kwargs: Any

@@ -5,7 +5,9 @@ Shapes: V words of the vocabulary.
 
 from __future__ import annotations
 
+import codecs
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -216,6 +218,27 @@ class Decoding:
         return adjusted_V
 
 
+def token_bytes(tokenizer: Any, token_id: int) -> bytes:
+    """The bytes of a token's text, which may be a part of a character."""
+    text: str = tokenizer.decode([token_id])
+    if UNFINISHED not in text:
+        return text.encode()
+    token = str(tokenizer.convert_ids_to_tokens(token_id))
+    if byte := re.fullmatch("<0x([0-9A-F]{2})>", token):  # of SentencePiece
+        return bytes.fromhex(byte[1])
+    return bytes(BYTES[each] for each in token) if BYTES.keys() >= set(token) else text.encode()
+
+
+def _byte_letters() -> dict[str, int]:
+    """The byte of each letter of byte-level vocabularies: those that print are themselves, the others follow 255."""
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+BYTES = _byte_letters()
+
+
 class TextStream:
     """Decodes tokens one by one, and ends before a stop string.
 
@@ -254,11 +277,20 @@ class TextStream:
         return self._return(0 if self.stopped else self._possible_stop())
 
     def finish(self) -> str:
-        """Return the text that was held back, unfinished characters included."""
+        """Return the text that was held back, but for a character whose bytes have not all come."""
         if not self.stopped:
             known = self._decode(self._read_from)
-            self._append(self._decode(len(self._token_ids))[len(known) :], len(self._token_ids))
+            last = self._decode(len(self._token_ids))[len(known) :]
+            self._append(last.removesuffix(UNFINISHED) if self._is_torn(last) else last, len(self._token_ids))
         return self._return(0)
+
+    def _is_torn(self, last: str) -> bool:
+        """Whether the text ends within a character, not with one that is no character."""
+        if not last.endswith(UNFINISHED):
+            return False
+        reader = codecs.getincrementaldecoder("utf-8")("replace")
+        reader.decode(b"".join(token_bytes(self._tokenizer, token) for token in self._token_ids[self._read_from :]))
+        return bool(reader.getstate()[0])
 
     def _settled(self, decoded: str) -> int:
         """A place between tokens whose text no later token changes; so the tokens without a character stay few."""

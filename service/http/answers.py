@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import re
 import secrets
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,21 +18,23 @@ from cacheblend.service.engine.request import PLAN_FIELDS, Done, Request, chunk_
 
 from .schemas import ChatBody, CompletionBody, GenerationBody, read_arguments
 
+CUT_CALL = re.compile(r'\s*\{\s*"name":\s*"([\w-]+)",\s*"arguments":\s*(.*)', re.DOTALL)
 OPENS, CLOSES = "<tool_call>", "</tool_call>"  # as Hermes and Qwen write calls
 Call = Mapping[str, Any]  # in OpenAI's shape
 
 
 class TextChoice:
-    """One choice of a text completion; `token_text` decodes a token by itself."""
+    """One choice of a text completion; `token_bytes` has the bytes of a token's text."""
 
     prefix = "cmpl"
     kind = piece_kind = "text_completion"
 
-    def __init__(self, index: int, body: ChatBody | CompletionBody, token_text: Callable[[int], str]) -> None:
-        self._index, self._streamed, self._token_text = index, body.stream, token_text
+    def __init__(self, index: int, body: ChatBody | CompletionBody, token_bytes: Callable[[int], bytes]) -> None:
+        self._index, self._streamed, self._token_bytes = index, body.stream, token_bytes
         self._has_logprobs = body.returned_logprobs is not None
         names = [tool.function.name for tool in body.called_tools]
-        self._reader = CallReader(names, 1 if body.parallel_tool_calls is False else None)
+        is_forced = isinstance(body, ChatBody) and body.tool_choice not in (None, "none", "auto")
+        self._reader = CallReader(names, 1 if body.parallel_tool_calls is False else None, is_forced=is_forced)
         self._pending: list[TokenLogprob] = []  # of tokens whose text is held back
         self._offset: int | None = None  # characters so far; None before the first piece
 
@@ -45,7 +49,7 @@ class TextChoice:
         else:
             thoughts = event.last_thoughts if self._streamed else event.answer.thoughts
             text, calls = self._reader.finish(event.last_text if self._streamed else event.answer.text)
-            reason = "tool_calls" if calls else event.finish_reason
+            reason = "tool_calls" if calls and not self._reader.is_cut else event.finish_reason
             self._pending = self._pending if self._streamed else [*event.logprobs]
         logprobs = self.logprobs(self._pending, self._offset or 0) if self._has_logprobs else None
         choice = {"index": self._index, **self.content(text, calls, thoughts), "logprobs": logprobs, "finish_reason": reason}
@@ -58,16 +62,25 @@ class TextChoice:
 
     def logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
         """Log-probabilities of tokens that begin `offset` characters after the answer's start."""
-        texts = [self._token_text(each.token_id) for each in tokens]
+        reader = codecs.getincrementaldecoder("utf-8")("replace")  # a character is at the offset of its first token
+        sizes = [len(reader.decode(self._token_bytes(each.token_id))) for each in tokens]
         return {
-            "tokens": texts,
+            "tokens": [self._shown(each.token_id) for each in tokens],
             "token_logprobs": [each.logprob for each in tokens],
             "top_logprobs": [
-                {self._token_text(token): logprob for token, logprob in ((each.token_id, each.logprob), *each.likeliest)}
+                {self._shown(token): logprob for token, logprob in ((each.token_id, each.logprob), *each.likeliest)}
                 for each in tokens
             ],
-            "text_offset": list(accumulate(map(len, texts), initial=offset))[: len(texts)],
+            "text_offset": list(accumulate(sizes, initial=offset))[: len(sizes)],
         }
+
+    def _shown(self, token_id: int) -> str:
+        """A token's text, or as OpenAI writes it the bytes of one that is a part of a character."""
+        raw = self._token_bytes(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 class ChatChoice(TextChoice):
@@ -91,8 +104,7 @@ class ChatChoice(TextChoice):
         """Log-probabilities of tokens."""
 
         def reported(token_id: int, logprob: float) -> dict[str, Any]:
-            text = self._token_text(token_id)
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+            return {"token": self._shown(token_id), "logprob": logprob, "bytes": list(self._token_bytes(token_id))}
 
         content = [
             {**reported(each.token_id, each.logprob), "top_logprobs": [reported(*likely) for likely in each.likeliest]}
@@ -106,11 +118,12 @@ class CallReader:
 
     A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` with the name of a tool, or an answer that is only such
     an object. Text is held back from where a call may begin; what is no complete call stays text. Calls after `max_calls` are
-    dropped.
+    dropped. An answer that `is_forced` to be a call has what came of it where it `is_cut`.
     """
 
-    def __init__(self, names: Collection[str], max_calls: int | None = None) -> None:
+    def __init__(self, names: Collection[str], max_calls: int | None = None, *, is_forced: bool = False) -> None:
         self._names, self._max_calls = frozenset(names), max_calls
+        self._is_forced, self.is_cut = is_forced, False
         self._held: list[str] = []
         self._holds_all = self._has_given = False
 
@@ -141,6 +154,9 @@ class CallReader:
             call, end = self._call(held, 0)
             if call is not None and not held[end:].strip():
                 return "", [call]
+            if self._is_forced:
+                self.is_cut, begun = True, CUT_CALL.match(held)
+                return "", [_as_call(begun[1], begun[2])] if begun else []
         before, calls, at = "", list[Call](), 0
         while (start := held.find(OPENS, at)) >= 0:
             call, end = self._call(held, start + len(OPENS))
@@ -165,8 +181,12 @@ class CallReader:
             arguments = read_arguments(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
         except (ValueError, TypeError, RecursionError):
             return None, start
-        function = {"name": value["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}
-        return {"id": secrets.token_hex(5)[:9], "type": "function", "function": function}, end  # Mistral's templates want 9
+        return _as_call(value["name"], json.dumps(arguments, ensure_ascii=False)), end
+
+
+def _as_call(name: str, arguments: str) -> Call:
+    id_ = secrets.token_hex(5)[:9]  # Mistral's templates want 9
+    return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _begun(text: str) -> int:

@@ -281,6 +281,7 @@ def uvicorn_config(server: Server) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,  # nothing here goes by the client's address
         limit_concurrency=MAX_CONNECTIONS,
+        timeout_keep_alive=server.http.keep_alive_s,
         timeout_graceful_shutdown=max(1, int(server.scheduler.config.grace_s)),
     )
 

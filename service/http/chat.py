@@ -91,9 +91,9 @@ def lay_out_chat(engine: Engine, body: ChatBody, defaults: Mapping[str, Any]) ->
     messages = [message.message() for message in body.messages]
     passages = engine.find_passages((message.role, message.content) for message in messages)
     num_chunks = 0 if body.documents is not None or passages.are_retrieved else DEFAULT_NUM_CHUNKS
-    num_chunks = min(num_chunks, engine.retriever.chunk_count) if body.num_chunks is None else body.num_chunks
+    num_chunks = min(num_chunks if body.num_chunks is None else body.num_chunks, engine.retriever.chunk_count)
     tools = [tool.model_dump(exclude_none=True) for tool in body.called_tools]
-    prompts, with_chunks = engine.prompts, num_chunks > 0 or body.documents is not None
+    prompts, with_chunks = engine.prompts, num_chunks > 0 or body.brought is not None
     variables = template_kwargs(body, defaults, prompts.template.variables)
     layout = prompts.chat(messages, with_chunks=with_chunks, tools=tools, template_kwargs=variables)
     return {
@@ -113,7 +113,7 @@ def lay_out_completion(engine: Engine, body: CompletionBody) -> dict[str, Any]:
         "question": text,
         "layout": engine.prompts.completion(text),
         "passages": FoundPassages() if body.num_chunks or body.documents else engine.find_passages([("user", text)]),
-        "num_chunks": body.num_chunks or 0,
+        "num_chunks": min(body.num_chunks or 0, engine.retriever.chunk_count),
         "max_tokens": body.max_tokens,
     }
 
@@ -150,7 +150,7 @@ async def _respond(
         return engine.prepare(
             **layout,
             method=body.method,
-            documents=None if body.documents is None else [document.model_dump() for document in body.documents],
+            documents=body.brought,
             recompute_ratio=body.recompute_ratio,
             stop=body.stop or [],
             cache_salt=body.cache_salt,
@@ -181,7 +181,7 @@ class Generation:
     def __init__(self, request: Request, first: PromptRequest, body: Body, choice_class: type[TextChoice]) -> None:
         self._body, self._events = body, asyncio.Queue[tuple[int, Event]]()
         self._server: Server = request.app.state.server
-        self._choices = [choice_class(index, body, self._server.token_text) for index in range(body.n or 1)]
+        self._choices = [choice_class(index, body, self._server.token_bytes) for index in range(body.n or 1)]
         self._head = {
             "id": f"{choice_class.prefix}-{uuid.uuid4().hex}",
             "object": choice_class.piece_kind if body.stream else choice_class.kind,
@@ -239,13 +239,15 @@ class Generation:
     async def pieces(self, index: int, event: Piece | Done) -> AsyncIterator[str]:
         """The texts of server-sent events, from the first event on."""
         done: dict[int, Done] = {}
+        has_usage = self._body.stream_options is not None and self._body.stream_options.include_usage
+        no_usage = {"usage": None} if has_usage else {}  # as OpenAI has it
         while True:
             if isinstance(event, Done):
                 done[index] = event
             is_last = len(done) == len(self._choices)
             if (choice := self._choices[index].add(event)) is not None:
                 report = {"cacheblend": await run_in_threadpool(self._report, done)} if is_last else {}
-                yield server_event({**self._head, "choices": [choice], **report})
+                yield server_event({**self._head, "choices": [choice], **no_usage, **report})
             if is_last:
                 break
             try:
@@ -253,7 +255,7 @@ class Generation:
             except Exception as error:
                 yield server_event(error_body(error))
                 return
-        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+        if has_usage:
             yield server_event({**self._head, "choices": [], "usage": await run_in_threadpool(self._usage, done)})
         yield "data: [DONE]\n\n"
 

@@ -53,6 +53,9 @@ class HttpConfig:
     )
     max_body_bytes: int = option(32 * MIB, "Larger uploads of documents are refused.", panel="Serving")
     max_completion_bytes: int = option(MIB, "Larger bodies of all other requests are refused.", panel="Serving")
+    keep_alive_s: int = option(
+        65, "An idle connection is closed after so many seconds; more than proxies keep theirs.", panel="Serving"
+    )
     max_documents: int = option(1000, "Documents of one upload, and of one question that brings its own.", panel="Serving")
 
     def __post_init__(self) -> None:
@@ -60,7 +63,7 @@ class HttpConfig:
             raise ConfigError("host", self.host, "an address or a host name")
         if not is_whole(self.port) or not 0 <= self.port <= 65535:
             raise ConfigError("port", self.port, "0 to 65535")
-        for name in ("max_body_bytes", "max_completion_bytes", "max_documents"):
+        for name in ("max_body_bytes", "max_completion_bytes", "max_documents", "keep_alive_s"):
             check_whole(name, getattr(self, name))
         if self.api_key is not None and not re.fullmatch(API_KEY, str(self.api_key)):
             allowed = "8 or more ASCII letters, digits and signs; `cacheblend api-key` makes one"

@@ -150,7 +150,10 @@ async def answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         error = validation_error(error.errors()[0])
     elif isinstance(error, HTTPException):
-        message = f"{request.method[:MAX_SHOWN]} {shortened(request.scope['path'])}: {error.detail}"
+        path = request.scope["path"]
+        message = f"{request.method[:MAX_SHOWN]} {shortened(path)}: {error.detail}"
+        if error.status_code == 404 and not path.startswith("/v1/"):
+            message += "; the API's paths begin with /v1, as in http://127.0.0.1:8000/v1/chat/completions"
         headers, error = error.headers, ApiError(error.status_code, message)
     response = error_response(error)
     response.headers.update(headers or {})
@@ -163,7 +166,7 @@ def validation_error(first: Mapping[str, Any]) -> ApiError:
     names = [part for part in first["loc"] if part not in ("body", "query", "path", *TAGS)]
     place = [str(name)[:MAX_SHOWN].encode(errors="backslashreplace").decode() for name in names]  # a name may be no Unicode
     param = ".".join(place) or None
-    given = "" if kind == "missing" else f", got {shortened(first.get('input'))}"
+    given = "" if kind == "missing" or not place else f", got {shortened(first.get('input'))}"
     field = ".".join(name for name in place if not name.isdecimal()).removeprefix("messages.")
     why = (kind not in ("missing", "value_error") and FIELD_REMEDIES.get(field)) or REMEDIES.get(kind)
     why = why or re.sub(r"^\w+ should", "must", first["msg"].removeprefix("Value error, "))
@@ -190,7 +193,9 @@ class RequestLog:
         given = Headers(scope=scope).get(HEADER, "")
         request_id = given if re.fullmatch(r"[\w.-]{1,64}", given, re.ASCII) else uuid.uuid4().hex
         token = REQUEST_ID.set(request_id)
-        started, status = time.perf_counter(), 0
+        started, status, method = time.perf_counter(), 0, scope["method"]
+        if method == "HEAD":
+            scope = {**scope, "method": "GET"}  # the server leaves the body out
         scope.setdefault("state", {})["arrived"] = started
 
         async def send_with_id(message: Message) -> None:
@@ -212,7 +217,7 @@ class RequestLog:
             path = getattr(scope.get("route"), "path", None)  # the route's template, which has no ids
             seconds = time.perf_counter() - started
             # A status of 0: the client left before there was one.
-            logger.info("%s %s %d in %.4f s, request %s", scope["method"][:16], path, status, seconds, request_id)
+            logger.info("%s %s %d in %.4f s, request %s", method[:16], path, status, seconds, request_id)
             REQUEST_ID.reset(token)
 
 

@@ -365,6 +365,11 @@ class GenerationBody(StrictModel):
     return_chunks: bool = False
 
     @property
+    def brought(self) -> list[dict[str, Any]] | None:
+        """The documents that have a text; None where nothing was found for the request, as where none are named."""
+        return [document.model_dump() for document in self.documents or [] if document.text.strip()] or None
+
+    @property
     def called_tools(self) -> list[ToolBody]:
         """The tools that the model may call."""
         return []
@@ -423,6 +428,7 @@ class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
     prompt: Prompt
+    max_tokens: TokenCount = 16  # OpenAI's, and vLLM's
     echo: Literal[False] | None = False
     best_of: Literal[1] | None = 1
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

@@ -21,6 +21,7 @@ from cacheblend.base.errors import ClientGoneError, ServiceError
 from cacheblend.base.threads import Check
 from cacheblend.retriever import Embedder
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig
+from cacheblend.service.engine.decoding import token_bytes
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.grammar import GrammarCompiler
 from cacheblend.service.serving.calls import Call, CallPool
@@ -110,7 +111,7 @@ class Server:
                 Scheduler(fusor, serving, metrics.observe, metrics.observe_shadow, several_tenants=several)
             )
             self.grammars = GrammarCompiler(fusor.model, fusor.tokenizer)
-            self.token_text = lru_cache(None)(lambda token: str(fusor.tokenizer.decode([token])))  # at most one of each word
+            self.token_bytes = lru_cache(None)(partial(token_bytes, fusor.tokenizer))  # at most one of each word
             limits = scheduler.config
             self.preparing = preparing = CallPool("preparing requests", limits.max_waiting, at_once=4)
             background = partial(

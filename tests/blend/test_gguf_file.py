@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +14,22 @@ import torch
 from gguf_models import CONFIGS, tiny_checkpoint, write_gguf
 from prompts import draw_ids
 from tiny_models import tiny_model
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from cacheblend.base.errors import InputError, MissingExtraError
 from cacheblend.blend import Fusor, UnsupportedModelError, gguf_file
-from cacheblend.blend.gguf_file import ARCHITECTURES, convert_gguf, converted_folder, is_converted, new_folder
+from cacheblend.blend.families import file_digest
+from cacheblend.blend.gguf_file import (
+    ARCHITECTURES,
+    ORIGIN,
+    add_end_tokens,
+    convert_gguf,
+    converted_folder,
+    is_converted,
+    new_folder,
+)
 from cacheblend.blend.loading import load_tokenizer
 
 
@@ -207,3 +218,23 @@ def test_a_model_folder_of_that_name(tmp_path: Path) -> None:
     """A model folder whose name ends like a GGUF file is still a folder."""
     tiny_model("llama").save_pretrained(tmp_path / "m.gguf")
     assert Fusor.from_pretrained(str(tmp_path / "m.gguf")).model.config.model_type == "llama"
+
+
+def test_every_end_of_a_text(tmp_path: Path) -> None:
+    """A header names one end; other control tokens for it end an answer too, in converted files alone."""
+    added = [("<|endoftext|>", True), ("<|im_end|>", True), ("<|im_start|>", True), ("<|end|>", False)]
+    tokens = {place: AddedToken(content, special=special) for place, (content, special) in enumerate(added)}
+    for name, ends in (("none", 1), (ORIGIN, [0, 1])):
+        (tmp_path / name).touch()
+        model = SimpleNamespace(name_or_path=str(tmp_path), generation_config=SimpleNamespace(eos_token_id=1))
+        add_end_tokens(model, SimpleNamespace(added_tokens_decoder=tokens))
+        assert model.generation_config.eos_token_id == ends
+
+
+def test_weights_with_the_time_of_others(tmp_path: Path) -> None:
+    """A file that was changed in place, its size and time kept, has another digest."""
+    (path := tmp_path / "weights").write_bytes(b"old")
+    before, stat = file_digest(path), path.stat()
+    path.write_bytes(b"new")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert file_digest(path) != before

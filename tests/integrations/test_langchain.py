@@ -109,6 +109,13 @@ def test_changed_chunks_warn(retriever: CacheBlendRetriever, model: ChatCacheBle
     model.invoke("hi")  # warnings are errors here
 
 
+def test_tokens_are_the_models(engine: Engine, model: ChatCacheBlend) -> None:
+    """LangChain counts the model's tokens, and is told where tools are called."""
+    assert model.get_num_tokens(text := "some words " * 9) == len(engine.prompts.text_ids(text))
+    with pytest.raises(NotImplementedError, match="cacheblend serve"):
+        model.bind_tools([])
+
+
 def test_stream_and_its_async_twin(retriever: CacheBlendRetriever, model: ChatCacheBlend) -> None:
     """Pieces come one by one and join to the whole answer; the last one has usage and plan."""
     asked = chain(model.bind(max_tokens=12), retriever)

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 from api import MODEL, connected
@@ -14,8 +15,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message
 from waiting import wait_until
 
-from cacheblend.service.http.answers import token_texts
+from cacheblend.service.engine.decoding import TokenLogprob, token_bytes
+from cacheblend.service.http.answers import ChatChoice, TextChoice, token_texts
 from cacheblend.service.http.chat import EventStream
+from cacheblend.service.http.schemas import ChatBody, CompletionBody
 from cacheblend.service.http.server import Server
 
 
@@ -69,3 +72,15 @@ def test_tokens_read_as_their_text() -> None:
     assert len(texts) == len(token_ids) > 10
     assert "".join(texts) == tokenizer.decode(token_ids)
     assert "Ada Thornley plays" in "".join(texts)
+
+
+def test_logprobs_of_split_characters() -> None:
+    """Bytes joined are the text's, tokens within a character are written as bytes, and offsets stay within the text."""
+    text, tokenizer = "é🙂a", tiny_tokenizer()
+    tokens = [TokenLogprob(token, -1.0, ()) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    read = partial(token_bytes, tokenizer)
+    chat = ChatChoice(0, ChatBody(messages=[{"role": "user", "content": "x"}], logprobs=True), read).logprobs(tokens, 0)
+    assert bytes(byte for one in chat["content"] for byte in one["bytes"]).decode() == text
+    told = TextChoice(0, CompletionBody(prompt="x", logprobs=0), read).logprobs(tokens, 5)
+    assert told["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", *(f"bytes:\\x{byte:x}" for byte in "🙂".encode()), "a"]
+    assert told["text_offset"] == [5, 5, 6, 6, 6, 6, 7]

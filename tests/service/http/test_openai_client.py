@@ -49,6 +49,18 @@ def test_documents_of_the_request(engine: Engine, openai_client: openai.OpenAI) 
     assert chat.usage.prompt_tokens == alone.plan.prompt_tokens
 
 
+def test_nothing_was_found(client: httpx.Client) -> None:
+    """Where a retriever has found nothing, or nothing with a text, a chat is one without chunks, as one that asks for none."""
+    answers = []
+    for found in ({"num_chunks": 0}, {"documents": []}, {"documents": [{"id": 7, "text": " "}]}):
+        body = {"messages": MESSAGES, "max_tokens": 4, **found}
+        answer = client.post("/v1/chat/completions", json=body).json()
+        answers.append((answer["choices"], answer["usage"]["prompt_tokens"]))
+    assert answers == answers[:1] * 3
+    texts = {"prompt": "for x in", "documents": [], "temperature": None}
+    assert client.post("/v1/completions", json=texts).json()["usage"]["completion_tokens"] <= 16
+
+
 def test_turns(engine: Engine, openai_client: openai.OpenAI) -> None:
     """A system message takes the instruction's place, earlier turns stand before the chunks, and content may come in parts."""
 

@@ -197,6 +197,14 @@ def test_calls_in_a_text(text: str, kept: str | None, calls: int) -> None:
     assert len(CallReader(["f"], 1).finish(text)[1]) == min(calls, 1)
 
 
+@pytest.mark.parametrize(("text", "arguments"), [('{"na', None), ('{"name": "f", "arguments": {"a": 1', '{"a": 1')])
+def test_a_forced_call_that_is_cut(text: str, arguments: str | None) -> None:
+    """What came of a call that must come is its arguments, and no text."""
+    reader = CallReader(["f"], is_forced=True)
+    kept, calls = reader.finish(text)
+    assert (kept, [call["function"]["arguments"] for call in calls], reader.is_cut) == ("", [arguments] * bool(arguments), True)
+
+
 @given(st.lists(st.sampled_from(["<", "<tool", "_call>", "{", "}", '"name"', ":", '"f"', ", ", '"arguments"', "{}", " "])))
 def test_no_text_is_lost(pieces: list[str]) -> None:
     """What is given as it comes begins what is found in the whole."""
