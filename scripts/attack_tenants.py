@@ -76,7 +76,7 @@ class GoodTenant:
     def ask_until(self, is_over: Callable[[], bool]) -> tuple[list[float], list[float]]:
         """`ask_for`, until something happens."""
         stop, healthz, ttft = threading.Event(), list[float](), list[float]()
-        prober = threading.Thread(target=self._probe, args=(stop, healthz))
+        prober = threading.Thread(target=self._probe, args=(stop, healthz), daemon=True)
         prober.start()
         while not is_over():
             with self._counted():
@@ -166,7 +166,7 @@ class Attacks:
     def __init__(self, address: str, key: str, model: str) -> None:
         self._address, self._model, self._key = address, model, key
         headers = {"Authorization": f"Bearer {key}"}
-        self._client = httpx.Client(base_url=address, headers=headers, timeout=httpx.Timeout(120))
+        self._client = httpx.Client(base_url=address, headers=headers, timeout=10 * TIMEOUT_S)
 
     def marks(self) -> list[int]:
         """Runs of a character, in what a question brings and in an upload: no pattern goes over them twice."""
@@ -278,7 +278,7 @@ class Attacks:
 
     def silent(self) -> list[int]:
         """Tokens without text, by a bias."""
-        return [self._ask(logit_bias={str(token): 100}, max_tokens=1500, num_chunks=0) for token in (0, 1, 2)]
+        return [self._ask(logit_bias={str(token): 100}, max_tokens=300, num_chunks=0) for token in (0, 1, 2)]
 
     def framing(self) -> list[int]:
         """A body of two lengths, with a second request behind the shorter one."""
@@ -309,13 +309,13 @@ def _zipped(members: dict[str, str]) -> bytes:
     return packed.getvalue()
 
 
-# By name, with the statuses that are right; of `leaves`, the requests that are left.
+# By name, with the statuses that are right; of `leaves`, the requests that are left, with the good tenant's.
 ATTACKS: dict[str, tuple[Callable[[Attacks], list[int]], set[int]]] = {
     "marks": (Attacks.marks, {200, 201, 400}),
     "lines": (Attacks.lines, {400}),
     "schemas": (Attacks.schemas, {200, 400}),
     "dribble": (Attacks.dribble, set()),
-    "leaves": (Attacks.leaves, {0}),
+    "leaves": (Attacks.leaves, {0, 1}),
     "bombs": (Attacks.bombs, {201, 400}),
     "logprobs": (Attacks.logprobs, {200}),
     "long": (Attacks.long, {200}),
@@ -369,7 +369,9 @@ def try_findings(address: str, keys: dict[str, str], pid: int, names: Sequence[s
             attack_by, right = ATTACKS[name]
             good, usage, ended = GoodTenant(client, model), Usage(pid), threading.Event()
             figures: list[tuple[list[float], list[float]]] = []
-            asking = threading.Thread(target=lambda good=good, ended=ended, to=figures: to.append(good.ask_until(ended.is_set)))
+            asking = threading.Thread(
+                target=lambda good=good, ended=ended, to=figures: to.append(good.ask_until(ended.is_set)), daemon=True
+            )
             for thread in (usage, asking):
                 thread.start()
             statuses = sorted(set(attack_by(Attacks(address, keys["hostile"], model))))

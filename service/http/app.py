@@ -192,22 +192,31 @@ def _model(server: Server) -> dict[str, Any]:
 
 
 class YieldingConnection(H11Protocol):
-    """A connection that is closed for a new one, the oldest first, while it has no request that `Guard` has let through."""
+    """A connection that is closed for a new one while nothing is owed to its client: it is silent, still sends, or is refused.
+
+    Those go first that had no key and no request that `Guard` let through, of them the oldest.
+    """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         """A client has connected; where there is no place for it, it has that of another."""
         super().connection_made(transport)
         self._came = time.monotonic()
-        others = [one for one in self.connections if one is not self and isinstance(one, YieldingConnection) and one.yields]
+        others = [
+            one for one in self.connections if one is not self and isinstance(one, YieldingConnection) and not one.is_owed
+        ]
         if others and len(self.connections) >= (self.limit_concurrency or MAX_CONNECTIONS):
-            oldest = min(others, key=lambda one: one._came)
-            oldest.transport.abort()
-            self.connections.discard(oldest)  # now, and not when it has ended
+            least = min(others, key=lambda one: (len({ADMITTED, "tenant"} & one._state.keys()), one._came))
+            least.transport.abort()
+            self.connections.discard(least)  # now, and not when it has ended
 
     @property
-    def yields(self) -> bool:
-        """Whether nothing is owed to the client: it is silent, still sends, or is refused."""
-        return self.cycle is None or self.cycle.response_complete or ADMITTED not in self.cycle.scope["state"]
+    def is_owed(self) -> bool:
+        """Whether an answer is under way to a request that was let through."""
+        return ADMITTED in self._state and not self.cycle.response_complete
+
+    @property
+    def _state(self) -> dict[str, Any]:
+        return {} if self.cycle is None else self.cycle.scope["state"]
 
 
 class StoppableServer(uvicorn.Server):

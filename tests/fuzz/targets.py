@@ -8,34 +8,41 @@ The tests run a target for seconds, or for as many examples as FUZZ_EXAMPLES say
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import shutil
+import socket
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import numpy as np
 import xxhash
-from api import MODEL, listening
+from api import MODEL, connected, listening
 from chunks import make_chunk, put_all, same
 from engines import CHUNK_TOKENS, DOCUMENTS, make_model
 from fakes import FakeEmbedder, tiny_tokenizer
 from gguf_models import tiny_checkpoint, write_gguf
 from hypothesis import strategies as st
 
-from cacheblend.base.errors import CacheBlendError, ConfigError, InputError, UnsupportedModelError
+from cacheblend.base.errors import CacheBlendError, ConfigError, DamagedEntryError, InputError, UnsupportedModelError
 from cacheblend.blend import Fusor
 from cacheblend.blend.gguf_file import read_header
 from cacheblend.retriever import Retriever, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.document_sources import DocumentStream
+from cacheblend.service.engine.file_converter import FileConverter
 from cacheblend.service.engine.grammar import GrammarCompiler
 from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.server import Server
 from cacheblend.store import KVStore, StoreConfig
+from cacheblend.store.entry import EncodedEntry
 from cacheblend.store.entry_file import check_direct_reads
+from cacheblend.store.remote import ObjectFormat
 
 Check = Callable[[st.DataObject], None]
 
@@ -166,6 +173,73 @@ def _forged_header(data: st.DataObject, whole: bytes) -> bytes:
 
 
 @contextmanager
+def remote_objects() -> Iterator[Check]:
+    """An object of a remote tier: the entry that was packed, or an error that says it is damaged, with and without a secret."""
+    (key, kv), (other, other_kv) = (make_chunk(seed) for seed in range(2))
+    formats = [ObjectFormat(secret, tenant) for secret in (None, b"a secret of sixteen") for tenant in (None, "tenant")]
+
+    def check(data: st.DataObject) -> None:
+        by, entry = data.draw(st.sampled_from(formats)), EncodedEntry.from_chunk(key, kv)
+        is_forged = data.draw(st.booleans())
+        packed = by.pack(data.draw(st.sampled_from([entry, EncodedEntry.from_chunk(other, other_kv)])))
+        raw = _forged_header(data, formats[0].pack(entry)) if is_forged else altered(data, packed)
+        try:
+            found = by.unpack(key.digest, np.frombuffer(raw, dtype=np.uint8))
+        except DamagedEntryError:
+            return
+        assert found.info.key.digest == key.digest
+        assert same(found.load(), kv) or (is_forged and by in formats[:2])  # those without a secret
+
+    yield check
+
+
+@contextmanager
+def converted_files() -> Iterator[Check]:
+    """Files of other programs: parts of text, or an error that names the file; the next one is read."""
+    kind = "application/vnd.openxmlformats-officedocument.wordprocessingml.document.main+xml"
+    space = "http://schemas.openxmlformats.org"
+    relations, main = f"{space}/package/2006/relationships", f"{space}/officeDocument/2006/relationships/officeDocument"
+    cell, words = (f"<w:p><w:r><w:t>{text}</w:t></w:r></w:p>" for text in ("a cell", "some words"))
+    body = f"<w:body><w:tbl><w:tr><w:tc>{cell}</w:tc></w:tr></w:tbl>{words}</w:body>"
+    override = f'<Override PartName="/word/document.xml" ContentType="{kind}"/>'
+    relation = f'<Relationship Id="r" Target="word/document.xml" Type="{main}"/>'
+    members = {
+        "[Content_Types].xml": f'<Types xmlns="{space}/package/2006/content-types">{override}</Types>',
+        "_rels/.rels": f'<Relationships xmlns="{relations}">{relation}</Relationships>',
+        "word/document.xml": f'<w:document xmlns:w="{space}/wordprocessingml/2006/main">{body}</w:document>',
+    }
+    objects = (
+        b"<</Type/Catalog/Pages 2 0 R>>",
+        b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
+        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 612 792]/Contents 4 0 R/Resources<</Font<</F1 5 0 R>>>>>>",
+        b"<</Length 42>>stream\nBT /F1 12 Tf 72 700 Td (some words) Tj ET\nendstream",
+        b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
+    )
+    pdf = b"%PDF-1.4\n" + b"".join(b"%d 0 obj%sendobj\n" % each for each in enumerate(objects, 1)) + b"trailer<</Root 1 0 R>>"
+    html = b"<html><title>t</title><table><tr><td>a cell</td></tr></table><p>some <b>words</b></p></html>"
+    with scratch() as folder, closing(FileConverter()) as converter:
+
+        def check(data: st.DataObject) -> None:
+            suffix = data.draw(st.sampled_from([".docx", ".docx", ".pdf", ".html", ".epub", ".xlsx", ".pptx"]))
+            if suffix in (".pdf", ".html"):
+                raw = altered(data, pdf if suffix == ".pdf" else html)
+            else:
+                packed, changed = io.BytesIO(), data.draw(st.sampled_from(list(members)))
+                with zipfile.ZipFile(packed, "w") as archive:
+                    for name, member in members.items():
+                        archive.writestr(name, altered(data, member.encode()) if name == changed else member)
+                raw = packed.getvalue() if data.draw(st.booleans()) else altered(data, packed.getvalue())
+            path = folder / f"some{suffix}"
+            path.write_bytes(raw)
+            try:
+                assert all(isinstance(part.text, str) for part in converter.convert(path))
+            except InputError as error:
+                _check_names(error, path.name)
+
+        yield check
+
+
+@contextmanager
 def store_catalogs() -> Iterator[Check]:
     """A store's catalog, marker and journal: an error of ours when it opens, or no wrong KV, and `verify` comes back."""
     pairs = [make_chunk(seed) for seed in range(4)]
@@ -261,14 +335,8 @@ _KEYWORDS = (
 
 
 @contextmanager
-def bodies() -> Iterator[Check]:
-    """Bodies and paths of requests: an answer, or a 4xx with the promised body; the service answers afterwards."""
-    asked = {"model": MODEL, "max_tokens": 2}
-    whole = {
-        "/v1/chat/completions": {**asked, "messages": [{"role": "user", "content": "What is a loop?"}]},
-        "/v1/completions": {**asked, "prompt": "What is a loop?"},
-        "/v1/documents": {"documents": [{"id": "d", "title": "t", "text": "some text"}]},
-    }
+def served() -> Iterator[str]:
+    """The address of a server with two documents."""
     with ExitStack() as opened:
         folder = opened.enter_context(scratch())
         make_model(folder / "model")
@@ -282,7 +350,46 @@ def bodies() -> Iterator[Check]:
         engine = opened.enter_context(Engine(config, fusor=fusor, embedder=FakeEmbedder()))
         engine.ingest(DOCUMENTS[:2])
         server = opened.enter_context(Server(config, http=HttpConfig(served_model_name=MODEL), engine=engine))
-        client = opened.enter_context(httpx.Client(base_url=opened.enter_context(listening(server)), timeout=60))
+        yield opened.enter_context(listening(server))
+
+
+@contextmanager
+def connections() -> Iterator[Check]:
+    """Bytes of connections: answers that are whole and no failures of the service's own, which is there afterwards."""
+    ask = json.dumps({"model": MODEL, "prompt": "What?", "max_tokens": 2}).encode()
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    whole = [
+        b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3,
+        post + b"Content-Length: %d\r\n\r\n%s" % (len(ask), ask),
+        post + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(ask), ask),
+        b"POST /v1/documents HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=b\r\n"
+        b'Content-Length: 97\r\n\r\n--b\r\nContent-Disposition: form-data; name="file"; filename="a.txt"\r\n\r\nsome words and '
+        b"more\r\n--b--\r\n",
+    ]
+    with served() as address:
+
+        def check(data: st.DataObject) -> None:
+            with connected(address) as connection, suppress(ConnectionError):
+                connection.sendall(altered(data, data.draw(st.sampled_from(whole))))
+                connection.shutdown(socket.SHUT_WR)
+                answer = b"".join(iter(lambda: connection.recv(2**16), b""))
+                assert not answer or answer.startswith((b"HTTP/1.1 2", b"HTTP/1.1 4")), answer[:200]
+                assert b"HTTP/1.1 5" not in answer
+            assert httpx.get(f"{address}/readyz").status_code == 200
+
+        yield check
+
+
+@contextmanager
+def bodies() -> Iterator[Check]:
+    """Bodies and paths of requests: an answer, or a 4xx with the promised body; the service answers afterwards."""
+    asked = {"model": MODEL, "max_tokens": 2}
+    whole = {
+        "/v1/chat/completions": {**asked, "messages": [{"role": "user", "content": "What is a loop?"}]},
+        "/v1/completions": {**asked, "prompt": "What is a loop?"},
+        "/v1/documents": {"documents": [{"id": "d", "title": "t", "text": "some text"}]},
+    }
+    with served() as address, httpx.Client(base_url=address, timeout=60) as client:
 
         def check(data: st.DataObject) -> None:
             method, path = data.draw(st.sampled_from(_PLACES))
@@ -339,10 +446,13 @@ def schemas() -> Iterator[Check]:
 # By name, with the examples of an ordinary run.
 TARGETS: dict[str, tuple[Callable[[], AbstractContextManager[Check]], int]] = {
     "bodies": (bodies, 40),
+    "connections": (connections, 40),
     "entry-files": (entry_files, 60),
+    "files": (converted_files, 12),
     "gguf": (gguf_files, 40),
     "index-catalogs": (index_catalogs, 30),
     "json-lines": (json_lines, 200),
+    "remote-objects": (remote_objects, 100),
     "schemas": (schemas, 100),
     "store-catalogs": (store_catalogs, 20),
 }

@@ -16,6 +16,8 @@ def test_target(target: str) -> None:
     """Nothing unforeseen happens, whatever a client or a disk gives."""
     if target == "schemas":
         pytest.importorskip("llguidance", reason="the extra [structured] is not installed")
+    if target == "files":
+        pytest.importorskip("markitdown", reason="the extra [documents] is not installed")
     checks, few = TARGETS[target]
     examples = int(os.environ.get("FUZZ_EXAMPLES", 0))
     with checks() as check:
