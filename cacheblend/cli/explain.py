@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cacheblend.base.errors import InputError, RetrieverError
+from cacheblend.base.errors import InputError
 from cacheblend.service.engine.config import INDEX_FOLDER
 
 from . import options, terminal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cacheblend.retriever.passages import Passage
 
 SHOWN = 60  # characters of each end of a passage
 
@@ -31,19 +37,15 @@ def explain(
     from cacheblend.retriever.passages import find_passages
 
     messages, found = _messages(request), list[dict[str, object]]()
-    try:
-        index = IndexedDocuments.open(store_dir / INDEX_FOLDER)
-    except RetrieverError as error:
-        terminal.note(f"no stored chunks are looked for: {error}")
-        each = [find_passages(text, role) for role, text in messages]
-    else:
-        with index:
-            each = [index.passages(text, role) for role, text in messages]
-    for number, ((role, text), passages) in enumerate(zip(messages, each, strict=True)):
-        for one in passages:
-            document = None if one.chunk is None else one.chunk.document_id
-            where = {"message": number, "role": role, "start": one.start, "end": one.end}
-            found.append({**where, "reason": one.reason, "document_id": document, "text": text[one.start : one.end]})
+    with ExitStack() as opened:
+        find: Callable[[str, str], list[Passage]] = find_passages
+        if (store_dir / INDEX_FOLDER).is_dir():
+            find = opened.enter_context(IndexedDocuments.open(store_dir / INDEX_FOLDER)).passages
+        for number, (role, text) in enumerate(messages):
+            for one in find(text, role):
+                where = {"message": number, "role": role, "start": one.start, "end": one.end}
+                document = None if one.chunk is None else one.chunk.document_id
+                found.append({**where, "reason": one.reason, "document_id": document, "text": text[one.start : one.end]})
     if as_json:
         terminal.print_json({"characters": sum(len(text) for _, text in messages), "passages": found})
         return
@@ -64,12 +66,9 @@ def _messages(file: Path) -> list[tuple[str, str]]:
         body = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(body.get("prompt"), str):
             return [("user", body["prompt"])]
-        return [(str(each["role"]), _text(each.get("content") or "")) for each in body["messages"]]
+        contents = [(str(each["role"]), each.get("content") or "") for each in body["messages"]]
+        return [(role, text if isinstance(text, str) else "".join(part["text"] for part in text)) for role, text in contents]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f'{file} is no request ({type(error).__name__}: {error}); give JSON with "messages", or with a "prompt"'
         ) from error
-
-
-def _text(content: str | list[dict[str, str]]) -> str:
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)

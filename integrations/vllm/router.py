@@ -1,8 +1,9 @@
 """Routes of vLLM's own HTTP server for clients that cannot mark chunks by token positions, and to store documents.
 
 A middleware reads what is sent to `/v1/chat/completions` and `/v1/completions`. Where a chat has `documents`, or a text has the
-connector's separator, it lays out the prompt's token ids, as the project's own service does, and sends them on with the marks;
-all else goes on as it came. vLLM loads this where `VLLM_PLUGINS=cacheblend` is set; see docs/vllm.md.
+connector's separator or passages that came before, it lays out the prompt's token ids, as the project's own service does, and
+sends them on with the marks; all else goes on as it came. vLLM loads this where `VLLM_PLUGINS=cacheblend` is set; see
+docs/vllm.md.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -25,17 +27,23 @@ from cacheblend.base.errors import CacheBlendError, InputError, PromptTooLongErr
 from cacheblend.blend.loading import load_tokenizer
 from cacheblend.retriever import Document, PlainTokenizer, RetrieverConfig, Splitter
 from cacheblend.retriever.config import SEPARATOR
+from cacheblend.retriever.passages import find_passages
 from cacheblend.service.engine.chunk_context import ChunkNaming
+from cacheblend.service.engine.passages import EDGE_TOKENS, REMEMBERED, locate
 from cacheblend.service.engine.prompt import Message, PromptRenderer, PromptTokens
+from cacheblend.store.tiers import AdmissionFilter
 
 from .config import ConnectorConfig
 from .plugin import CONNECTOR
 from .scheduler import PARAMS_KEY, Marks
 
 BUSY_S = 0.2  # until the workers are asked again, whose disk is behind
+# A request with one of these is tokenised by vLLM, or marked by somebody else.
+LEFT_TO_VLLM = ["kv_transfer_params", "add_generation_prompt", "add_special_tokens", "truncate_prompt_tokens", "prompt_embeds"]
 CHAT, COMPLETIONS, DOCUMENTS = "/v1/chat/completions", "/v1/completions", "/v1/cacheblend/documents"
 # A chat with one of these needs what vLLM's own rendering does with it.
 RENDERED_BY_VLLM = ("tools", "chat_template", "continue_final_message", "echo")
+EDGE = EDGE_TOKENS // 2  # tokens at either end of a passage that are computed
 Chunk = tuple[int, ...]
 
 
@@ -43,7 +51,8 @@ class PromptMarker:
     """Lays out a request's prompt from its documents or separators, within the model's positions."""
 
     def __init__(self, tokenizer: Any, config: ConnectorConfig, max_positions: int | None) -> None:
-        self._separator = config.separator
+        self._separator, self._finds_passages = config.separator, config.engine.find_passages
+        self._seen = AdmissionFilter(REMEMBERED)
         self._plain = PlainTokenizer(tokenizer)
         self._splitter = Splitter(tokenizer, RetrieverConfig(chunk_tokens=config.engine.retriever.chunk_tokens))
         self._around_documents = PromptRenderer(tokenizer, config.engine.instruction, max_positions=max_positions)
@@ -58,8 +67,10 @@ class PromptMarker:
         """
         if path == COMPLETIONS:
             text = body.get("prompt")
-            if body.get("echo") or not isinstance(text, str) or (parts := self._parted(text)) is None or not parts[2]:
+            if body.get("echo") or not isinstance(text, str) or not text:
                 return None
+            if (parts := self._parted(text)) is None or not parts[2]:
+                return self._with_passages(path, body, [Message("user", text)], lambda: self._as_written.completion(text))
             before, documents, question = parts
             return self._marked(path, body, self._as_written.completion(question), before, documents)
         variables, messages = self._variables(body), _messages(body.get("messages"))
@@ -72,7 +83,8 @@ class PromptMarker:
             others = {name: value for name, value in body.items() if name != "documents"}
             return self._marked(path, others, layout, (), [self.split(document) for document in found])
         if (parts := self._parted(messages[-1].content)) is None:
-            return None
+            chat = partial(self._as_written.chat, messages, with_chunks=False, template_kwargs=variables)
+            return self._with_passages(path, body, messages, chat)
         before, documents, question = parts
         asked = [*messages[:-1], replace(messages[-1], content=question)]
         layout = self._as_written.chat(asked, with_chunks=True, template_kwargs=variables)
@@ -102,15 +114,42 @@ class PromptMarker:
         self, path: str, body: dict[str, Any], layout: PromptTokens, before: Chunk, documents: Sequence[Sequence[Chunk]]
     ) -> dict[str, Any]:
         prefix, chunks = (*layout.prefix, *before), list(chain.from_iterable(documents))
-        token_ids = [*prefix, *chain.from_iterable(chunks), *layout.suffix]
+        marks = {
+            "chunks": list(pairwise(accumulate(map(len, chunks), initial=len(prefix)))),
+            "documents": [number for number, document in enumerate(documents) for _ in document],
+        }
+        return self._with_marks(path, body, [*prefix, *chain.from_iterable(chunks), *layout.suffix], marks)
+
+    def _with_passages(
+        self, path: str, body: dict[str, Any], messages: Sequence[Message], lay_out: Callable[[], PromptTokens]
+    ) -> dict[str, Any] | None:
+        """The request with those passages marked that came in an earlier one of its salt; None if there are none.
+
+        Only of messages after the assistant's last one: the blocks of what stands before are vLLM's own, and exact.
+        """
+        if not self._finds_passages or any(body.get(name) is not None for name in LEFT_TO_VLLM):
+            return None
+        last = max((place for place, message in enumerate(messages) if message.role == "assistant"), default=-1)
+        texts = [(message.content, message.role) for message in messages[last + 1 :]]
+        found = [self._ids(text[one.start : one.end]) for text, role in texts for one in find_passages(text, role)]
+        came = {ids for ids in set(found) if self._seen.admits(str(hash((str(body.get("cache_salt")), ids))))}
+        try:
+            token_ids = list(lay_out().token_ids) if came else []
+        except CacheBlendError:  # vLLM says what is wrong with it, if it is
+            return None
+        # A chunk's tokens are its name: those at a passage's ends, which differ between prompts, are no part of it.
+        spans = list[tuple[int, int]]()
+        for ids, place in zip(found, locate(token_ids, ((ids, 0) for ids in found)), strict=True):
+            if ids in came and place is not None and (start := place[0] + EDGE - place[2]) >= place[0]:
+                stop = start + len(ids) - 2 * EDGE
+                spans += [(start, stop)] if start < stop <= place[1] else []
+        return self._with_marks(path, body, token_ids, {"chunks": spans, "found": True}) if spans else None
+
+    def _with_marks(self, path: str, body: dict[str, Any], token_ids: list[int], marks: dict[str, Any]) -> dict[str, Any]:
         given = body.get("kv_transfer_params")
         params = dict(given) if isinstance(given, Mapping) else {}
         asked = params.get(PARAMS_KEY)
-        params[PARAMS_KEY] = {
-            "chunks": list(pairwise(accumulate(map(len, chunks), initial=len(prefix)))),
-            "ratio": asked.get("ratio") if isinstance(asked, Mapping) else None,
-            "documents": [number for number, document in enumerate(documents) for _ in document],
-        }
+        params[PARAMS_KEY] = {**marks, "ratio": asked.get("ratio") if isinstance(asked, Mapping) else None}
         Marks.read(params[PARAMS_KEY], len(token_ids))  # refuses a ratio that is none
         if path == COMPLETIONS:
             return {**body, "prompt": token_ids, "kv_transfer_params": params}

@@ -20,7 +20,7 @@ from cacheblend.blend.layer_passes import MAX_QUESTION_TOKENS
 from cacheblend.service.engine.chunk_context import ChunkNaming
 from cacheblend.service.engine.prompt import PromptChunk, PromptTokens
 from cacheblend.service.engine.request import namespace_of
-from cacheblend.store import ChunkKey
+from cacheblend.store import PASSAGES, ChunkKey
 
 logger = logging.getLogger(__name__)
 PARAMS_KEY = "cacheblend"  # in vLLM's `kv_transfer_params`, of a request and of its answer
@@ -38,6 +38,7 @@ class Marks:
     chunks: tuple[tuple[int, int], ...]  # (start, stop) token positions of each, in order, without overlap
     documents: tuple[int, ...]
     ratio: float | None = None  # recompute ratio, 0..1; None for the connector's
+    found: bool = False  # they are passages that nobody marked, whose KV is evicted first
 
     @classmethod
     def read(cls, params: Any, prompt_tokens: int) -> Marks:
@@ -46,7 +47,7 @@ class Marks:
         Raises:
             InputError: they are not of that form, or do not fit the prompt.
         """
-        if not isinstance(params, Mapping) or (unknown := sorted(params.keys() - {"chunks", "ratio", "documents"})):
+        if not isinstance(params, Mapping) or (unknown := sorted(params.keys() - {"chunks", "ratio", "documents", "found"})):
             named = f"unknown {', '.join(unknown)}" if isinstance(params, Mapping) else f"{type(params).__name__}"
             raise InputError(f'kv_transfer_params["{PARAMS_KEY}"]: {named}; give chunks, and ratio or documents if need be')
         chunks, ratio, documents = params.get("chunks"), params.get("ratio"), params.get("documents") or []
@@ -62,7 +63,12 @@ class Marks:
             raise InputError(f"ratio={ratio!r}: give a number from 0 to 1")
         if documents and (len(documents) != len(spans) or not all(type(document) is int for document in documents)):
             raise InputError("documents: give a whole number for each chunk")
-        return cls(spans, tuple(documents) or tuple(range(len(spans))), None if ratio is None else float(ratio))
+        return cls(
+            spans,
+            tuple(documents) or tuple(range(len(spans))),
+            None if ratio is None else float(ratio),
+            params.get("found") is True,
+        )
 
     def salt(self, ratio: float, context: str) -> bytes:
         """Salt of blocks blended with these marks at a ratio after a context: exact ones and others have other names."""
@@ -71,7 +77,7 @@ class Marks:
 
     def prompt(self, naming: ChunkNaming, token_ids: Sequence[int], cache_salt: str | None) -> PromptTokens:
         """A prompt of at least one chunk, cut at the marks; text between two chunks has no key."""
-        ids, namespace = tuple(token_ids), namespace_of(cache_salt or "")
+        ids, namespace = tuple(token_ids), PASSAGES * self.found + namespace_of(cache_salt or "")
         of_document: dict[int, list[tuple[int, ...]]] = {}
         for (start, stop), document in zip(self.chunks, self.documents, strict=True):
             of_document.setdefault(document, []).append(ids[start:stop])

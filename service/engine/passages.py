@@ -105,9 +105,9 @@ class PassageReuse:
         # 1. Each passage by itself, and where it stands.
         with engine.prefixes.find(token_ids, len(token_ids) - 1, namespace) as prefix:
             exact = prefix.tokens
-        chunks = self._chunks(found, namespace)
-        places = locate(token_ids, zip((chunk.token_ids for chunk in chunks), self._skipped(found), strict=True))
-        located = [(chunk, *place, one) for chunk, place, one in zip(chunks, places, found.passages, strict=True) if place]
+        chunks = list(self._chunks(found, namespace))
+        places = locate(token_ids, ((chunk.token_ids, skipped) for chunk, skipped in chunks))
+        located = [(chunk, *place, one) for (chunk, _), place, one in zip(chunks, places, found.passages, strict=True) if place]
         keys = [chunk.key for chunk, *_ in located if chunk.key is not None]
         stored = {key for key, is_stored in zip(keys, engine.store.find(keys), strict=True) if is_stored}
         # 2. Those that are not stored are noted, once a request; paragraphs that all prompts begin with stay exact.
@@ -128,21 +128,12 @@ class PassageReuse:
             done = stop
         return PromptTokens(token_ids[:begin], token_ids[done:], tuple(rows))
 
-    def _chunks(self, found: FoundPassages, namespace: str) -> list[PromptChunk]:
-        """Each passage with the key of its KV."""
-        known = [one.chunk for one in found.passages if one.chunk is not None]
-        rows = iter(self._rows(known, namespace))
-        chunks = list[PromptChunk]()
+    def _chunks(self, found: FoundPassages, namespace: str) -> Iterator[tuple[PromptChunk, int]]:
+        """Each passage with the key of its KV, and how many tokens of that, those of a title, are not in the prompt."""
+        rows = iter(self._rows([one.chunk for one in found.passages if one.chunk is not None], namespace))
         for text, one in zip(found.texts, found.passages, strict=True):
-            if one.chunk is not None:
-                chunks.append(next(rows))
-            else:
+            if one.chunk is None:
                 token_ids = tuple(self._engine.prompts.text_ids(text))
-                chunks.append(PromptChunk(token_ids, self._naming.key(token_ids, (), PASSAGES + namespace)))
-        return chunks
-
-    def _skipped(self, found: FoundPassages) -> Iterator[int]:
-        """How many tokens of each passage's KV, those of its document's title, do not stand in the prompt."""
-        for text, one in zip(found.texts, found.passages, strict=True):
-            title = "" if one.chunk is None else one.chunk.text.partition(text)[0].lstrip()
-            yield len(self._engine.prompts.text_ids(title)) if title else 0
+                yield PromptChunk(token_ids, self._naming.key(token_ids, (), PASSAGES + namespace)), 0
+            else:
+                yield next(rows), len(self._engine.prompts.text_ids(one.chunk.text.partition(text)[0].lstrip()))

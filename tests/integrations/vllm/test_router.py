@@ -99,6 +99,28 @@ def test_the_last_messages_separators_part_its_chunks(marker: PromptMarker, toke
     assert tokenizer.decode(marked["prompt"]).endswith(" and so")
 
 
+def test_passages_that_came_before_are_marked(marker: PromptMarker, tokenizer: Any) -> None:
+    """A passage is marked from its second request on, with the same tokens wherever it stands, each salt by itself."""
+    texts = [" ".join(f"Rule {n}{letter}: the trains to the town are booked early." for n in "123") for letter in "ab"]
+
+    def mark(order: str, question: str, *before: dict[str, str], **fields: Any) -> tuple[Any, list[str]]:
+        sources = "\n".join(f"<source>{texts[int(index)]}</source>" for index in order)
+        asked = {"role": "user", "content": f"Answer.\n<context>\n{sources}\n</context>\n{question}"}
+        marked = marker.mark(CHAT, {"messages": [*before, asked], **fields})
+        params = {} if marked is None else marked["kv_transfer_params"]
+        return params, chunk_texts(tokenizer, marked, params["prompt_token_ids"]) if marked else []
+
+    assert mark("01", "Who?") == ({}, [])
+    assert mark("01", "Who?", cache_salt="other") == ({}, [])
+    params, first = mark("10", "And where?")
+    assert params["cacheblend"]["found"] is True
+    assert [text.strip() in texts[place] for text, place in zip(first, (1, 0), strict=True)] == [True, True]
+    assert mark("01", "When?")[1] == first[::-1]
+    earlier = {"role": "user", "content": f"<source>{texts[0]}</source>"}, {"role": "assistant", "content": "Yes."}
+    assert mark("1", "So?", *earlier)[1] == first[:1]
+    assert marker.mark(COMPLETIONS, {"prompt": f"Answer.\n[1] {texts[1]}\nQuestion: who?"})["prompt"]  # type: ignore[index]
+
+
 def test_thinking_is_the_templates(tmp_path: Path) -> None:
     """The template's variables of a request with documents hold, what the template does not know is left out as in vLLM."""
     tokenizer = train_tokenizer(python_help()[:20], ModelShape(vocab=400, max_positions=2048))
