@@ -118,7 +118,7 @@ class ChatTemplate:
         return tuple(self._tokenizer([text], add_special_tokens=False)["input_ids"][0])
 
     def opening_ids(self) -> tuple[int, ...]:
-        """What the tokenizer itself puts in front of a text: BOS, or nothing."""
+        """The ids that the tokenizer itself puts in front of a text: BOS, or none."""
         text, ids = list(self.ids("a")), self._tokenizer("a")["input_ids"]
         return next((tuple(ids[:place]) for place in range(len(ids)) if ids[place : place + len(text)] == text), ())
 

@@ -150,7 +150,7 @@ Piece = tuple[str, bool]  # a text of a rendered chat, and whether it is the tem
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """What stands around the question of some turns; `prefix` is the ids of what is before, up to the place of the chunks."""
+    """The texts around the question of some turns; `prefix` is the ids of those before, up to the place of the chunks."""
 
     before: tuple[Piece, ...]
     after: tuple[Piece, ...]
