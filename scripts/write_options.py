@@ -19,8 +19,8 @@ HEAD = """\
 
 `python scripts/write_options.py` writes this page from the configuration classes. Each option of `cacheblend serve` is a flag,
 a variable and a key of its TOML file (`--config`): `--max-tokens`, `CACHEBLEND_MAX_TOKENS`, `max_tokens`. A flag comes before
-a variable, and both before the file. Other commands have the options that have an effect there. `--model` and `--store-dir`
-stand beside them.
+a variable, and both before the file; a size may be `2GB` or `512MiB`. Other commands have the options that have an effect
+there. `--model` and `--store-dir` stand beside them.
 
 In Python the fields of an engine are nested:
 

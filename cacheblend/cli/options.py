@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -98,9 +100,18 @@ def accepts(
 
 def _parameter(option: Option, default: Any) -> inspect.Parameter:
     """An option as typer reads it."""
-    flag = typer.Option(option.flag, envvar=option.variable, help=option.help, rich_help_panel=option.panel)
+    parser = size if option.name.endswith("_bytes") else None
+    flag = typer.Option(option.flag, envvar=option.variable, help=option.help, rich_help_panel=option.panel, parser=parser)
     kind, default = inspect.Parameter.KEYWORD_ONLY, None if default == () else default
     return inspect.Parameter(option.name, kind, default=default, annotation=Annotated[option.type, flag])
+
+
+def size(given: str | int) -> int:
+    """Read a number of bytes, such as 2GB, 512MiB or 1000; raises BadParameter for what is none."""
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?([kmgt]?)(i?)b?", str(given).lower(), re.ASCII)
+    if found is None:
+        raise typer.BadParameter(f"{given!r} is no number of bytes; give one such as 2GB, 512MiB or 1000")
+    return int(Decimal(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " "))
 
 
 def listed(text: str) -> list[str]:

@@ -6,6 +6,7 @@ Shapes: V words of the vocabulary.
 from __future__ import annotations
 
 import codecs
+import functools
 import math
 import re
 import time
@@ -226,17 +227,16 @@ def token_bytes(tokenizer: Any, token_id: int) -> bytes:
     token = str(tokenizer.convert_ids_to_tokens(token_id))
     if byte := re.fullmatch("<0x([0-9A-F]{2})>", token):  # of SentencePiece
         return bytes.fromhex(byte[1])
-    return bytes(BYTES[each] for each in token) if BYTES.keys() >= set(token) else text.encode()
+    letters = _byte_letters()
+    return bytes(letters[each] for each in token) if letters.keys() >= set(token) else text.encode()
 
 
+@functools.cache
 def _byte_letters() -> dict[str, int]:
-    """The byte of each letter of byte-level vocabularies: those that print are themselves, the others follow 255."""
-    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printed]
-    return {chr(byte): byte for byte in printed} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    """The byte of each letter of byte-level vocabularies."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-
-BYTES = _byte_letters()
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 class TextStream:

@@ -15,6 +15,7 @@ from cacheblend.cli import main as cli
 from cacheblend.service.http.config import HttpConfig, TenantConfig, hash_key
 from cacheblend.service.http.guard import ApiKeys
 from cacheblend.service.serving.scheduler import ServingConfig
+from cacheblend.store import StoreConfig
 
 DIGEST = hash_key("cb-key")
 
@@ -47,19 +48,20 @@ def test_file_flag_and_variable(served: list[Any], tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text(
         f'model = "m"\nmax_num_seqs = 3\nport = 1\nhost = "::1"\ncors_origins = ["https://a.example"]\n'
-        'direct_reads = true\nprefix_budget_bytes = 99\nnvme_budget_bytes = 5\nselector = "gradual"\n'
+        'direct_reads = true\nprefix_budget_bytes = "1.5 GiB"\nnvme_budget_bytes = 5\nselector = "gradual"\n'
         f'[tenants.acme]\napi_key_sha256 = "{DIGEST}"\nram_budget_bytes = 7\n'
     )
     result = CliRunner().invoke(
         cli.app,
-        ["serve", "--config", str(file), "--port", "3", "--nvme-budget-bytes", "6", "--preset", "fast"],
+        ["serve", "--config", str(file), "--port", "3", "--nvme-budget-bytes", "6GB", "--preset", "fast"],
         env={"CACHEBLEND_PORT": "2", "CACHEBLEND_HOST": "127.0.0.2"},
         catch_exceptions=False,
     )
     assert result.exit_code == 0, result.output
     engine, serving, http, tenants = served
     assert engine.model == "m"
-    assert (engine.store.direct_reads, engine.prefix_budget_bytes, engine.store.nvme_budget_bytes) == (True, 99, 6)
+    sizes = engine.prefix_budget_bytes, engine.store.nvme_budget_bytes, engine.store.ram_budget_bytes
+    assert (engine.store.direct_reads, *sizes) == (True, 3 * 2**29, 6 * 10**9, StoreConfig().ram_budget_bytes)
     assert (engine.fusion.selector, engine.recompute_ratio) == ("gradual", 0.05)
     assert serving == ServingConfig(max_num_seqs=3)
     assert http == HttpConfig(host="127.0.0.2", port=3, cors_origins=("https://a.example",))
