@@ -103,7 +103,7 @@ class PromptMarker:
         return [chunk.token_ids for chunk in self._splitter.split(Document.of(document))]
 
     def _parted(self, text: str) -> tuple[Chunk, list[list[Chunk]], str] | None:
-        """What stands before the first separator, a document of one chunk for each text between two, and the question."""
+        """The text before the first separator, a document of one chunk for each text between two, and the question."""
         if not self._separator or self._separator not in text:
             return None
         before, *texts, question = text.split(self._separator)

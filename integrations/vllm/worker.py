@@ -248,7 +248,7 @@ class BlendWorker:
         return ChunkKV(layers, placement.token_ids, placement.prefix_ids, placement.model, placement.context)
 
     def _prefix_segment(self, ids: tuple[int, ...]) -> Generator[int, None, BlendSegment | None]:
-        """What stands before the first chunk, with its exact KV where that is held; yields what each layer cost in rows.
+        """A prompt's prefix, with its exact KV where that is held; yields what each layer cost in rows.
 
         It is computed by itself, not in the blend: its rows are neighbours then, which vLLM's own kernel runs as vLLM does.
         """
