@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -22,9 +23,16 @@ HASH_DIGITS = 32  # 128 bits: enough that two documents never share one by chanc
 NO_ID = re.compile("[\x00-\x1f\x7f-\x9f\ufffd]")
 MAX_TITLE_CHARACTERS = 1000
 MAX_ID_BYTES = 2048  # in UTF-8: the longest URL that is fetched, with its page, fits
-# Of ids; "# " elsewhere is a comment.
-MARKDOWN_SUFFIXES = ("", ".md", ".markdown", ".mdx", ".txt", ".docx", ".html", ".htm", ".epub")
-CONVERTED_SUFFIXES = (".pdf", ".docx", ".pptx", ".xlsx", ".epub", ".html", ".htm")  # a line of their text is none of the file
+# Files whose text is made of them: a line of it is none of the file.
+CONVERTED_SUFFIXES = re.compile(
+    r"\.(pdf|doc[xm]?|dot[xm]|ppt[xm]?|pps[xm]|potx|xls[xm]?|xlt[xm]|f?od[tsp]|ott|epub|fb2|x?html?|mht(ml)?|eml|mbox|rtf|ipynb)"
+)
+MARKDOWN_SUFFIXES = ("", ".md", ".markdown", ".mdx", ".txt")  # and the converted; "# " elsewhere is a comment
+CSV_SUFFIXES = (".csv", ".tsv")
+# A file's part, and the file.
+_PART = re.compile(r"(.+)#(?:page|slide|sheet|line|message)=.+", re.DOTALL)
+# The head of a Markdown table, and its rows.
+_TABLE = re.compile(r"^(\|[^\n]*\n\|(?:[ :]*-+[ :]*\|)+[ \t]*\n)(?:\|[^\n]*\n?)*+", re.MULTILINE)
 _URL = re.compile(r"https?://[^/?#]*(?P<path>[^?#]*)", re.IGNORECASE)
 MAX_HEADING_CHARACTERS = 80
 _LINE = re.compile(r"^ {0,3}(?:(?P<fence>```|~~~)|(?P<marks>#{1,6})[ \t]+(?P<heading>\S.*))", re.MULTILINE)
@@ -180,14 +188,19 @@ def chunk_places(document_id: str, title: str, texts: Sequence[str], *, has_over
     Args:
         document_id: says by its suffix what kind of file it is of; a URL is of a page that was converted.
         title: stands in the first chunk's text, and not in the file.
-        texts: of all its chunks, in order.
+        texts: of all its chunks, in order; the heads of tables that they repeat are no lines of the file.
         has_overlap: chunks repeat the ends of those before, so that lines cannot be counted.
     """
-    suffix = _suffix(document_id)
-    has_lines = not has_overlap and suffix not in CONVERTED_SUFFIXES
+    suffix, table = _suffix(document_id), TableHead(document_id, title)
+    has_lines = not has_overlap and not CONVERTED_SUFFIXES.fullmatch(suffix)
     line = 1 - (title.count("\n") + 1 if title else 0)
-    headings_above: Iterable[tuple[str, ...]] = _headings_above(texts) if suffix in MARKDOWN_SUFFIXES else repeat(())
+    headings_above: Iterable[tuple[str, ...]] = repeat(())
+    if suffix in MARKDOWN_SUFFIXES or CONVERTED_SUFFIXES.fullmatch(suffix):
+        headings_above = _headings_above(texts)
     for text, above in zip(texts, headings_above, strict=False):
+        head = table.head
+        table.follow(text)
+        text = text.removeprefix(head)
         last = line + text.rstrip().count("\n")
         first = min(line + text[: len(text) - len(text.lstrip())].count("\n"), last)  # white space alone has no last line
         line += text.count("\n")
@@ -221,8 +234,36 @@ def _outside(headings: dict[int, str], level: int) -> dict[int, str]:
 def _suffix(document_id: str) -> str:
     """The suffix of a document's file; of a page of the web ".html", whatever its address ends with."""
     url = _URL.match(document_id)
-    suffix = PurePosixPath(url["path"] if url else document_id.partition("#")[0]).suffix.lower()
-    return ".html" if url and suffix not in CONVERTED_SUFFIXES else suffix
+    suffix = PurePosixPath(url["path"] if url else file_of(document_id)).suffix.lower()
+    return ".html" if url and not CONVERTED_SUFFIXES.fullmatch(suffix) else suffix
+
+
+def file_of(document_id: str) -> str:
+    """The id of the file that a document is a part of, else its own."""
+    found = _PART.fullmatch(document_id)
+    return found[1] if found else document_id
+
+
+class TableHead:
+    """The head of the table that a document's next chunk begins in, which the chunk repeats; empty outside of tables."""
+
+    def __init__(self, document_id: str, title: str) -> None:
+        self._is_csv, self._title_characters = _suffix(document_id) in CSV_SUFFIXES, len(title) + 1 if title else 0
+        self.head = ""
+
+    def all_of(self, content: str) -> set[str]:
+        """The heads of all tables of a document's content."""
+        if self._is_csv:
+            return {content[self._title_characters : content.find("\n", self._title_characters) + 1]}
+        return {found[1] for found in _TABLE.finditer(content)}
+
+    def follow(self, text: str) -> None:
+        """Read a chunk, the first one with the title."""
+        if self._is_csv:
+            self.head = self.head or min(self.all_of(text))
+        else:
+            last = deque(_TABLE.finditer(text), maxlen=1)
+            self.head = last[0][1] if last and last[0].end() == len(text) else ""
 
 
 def found_texts(document_id: str, title: str, texts: Sequence[str], shorten: Callable[[str], str] = str) -> Iterator[str]:

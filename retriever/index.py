@@ -13,7 +13,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Concatenate, ParamSpec, Self, TypeVar
@@ -29,7 +29,13 @@ from .document import Chunk, ChunkPlace, EmbeddedDocument, chunk_places, found_t
 from .passages import Passage, StoredTexts, find_passages
 
 INDEX_FILE = "catalogue.sqlite"
-WORD = re.compile(r"\w+")
+_MARKS = "\u0300-\u036f\u0e31\u0e34-\u0e3a\u0e47-\u0e4e\u102b-\u103e\u17b4-\u17d3"  # on letters; no words of their own
+WORD = re.compile(rf"[\w{_MARKS}]+")
+# Of scripts that put no spaces between words, or hardly any: Thai, Burmese, Khmer, Japanese, Chinese, Korean.
+_RUN = re.compile(
+    "[\u0e01-\u0edf\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\uac00-\ud7a3\uf900-\ufaff\U00020000-\U0003ffff]{3,}"
+)
+TOKENIZER = "unicode61 remove_diacritics 2 categories 'L* N* Co Mn Mc'"
 MAX_WORDS = 64  # that a search looks up, the rarest
 COMMON = 0.2  # words that more than this share of the chunks have say little, and make a search slow
 # Of reciprocal rank fusion, sum of 1 / (RRF_K + rank). The usual 60 lets what is tenth in both lists pass what is first in one:
@@ -181,7 +187,7 @@ class WordIndex:
     def __init__(self) -> None:
         self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         try:
-            self._db.execute("CREATE VIRTUAL TABLE words USING fts5(text, tokenize='unicode61 remove_diacritics 2')")
+            self._db.execute(f'CREATE VIRTUAL TABLE words USING fts5(text, tokenize="{TOKENIZER}")')
             self._db.execute("CREATE VIRTUAL TABLE vocabulary USING fts5vocab(words, row)")
         except sqlite3.OperationalError as error:
             self._db.close()
@@ -207,14 +213,13 @@ class WordIndex:
             for (document_id, title), group in groupby(added, key=itemgetter(1, 2)):
                 of_document = list(group)
                 texts = found_texts(document_id, title, [text for *_, text in of_document])
-                printable = (
-                    (id_, found.encode(errors="replace").decode()) for (id_, *_), found in zip(of_document, texts, strict=True)
-                )
-                self._db.executemany("INSERT INTO words (rowid, text) VALUES (?, ?)", printable)
+                printable = (in_words(found.encode(errors="replace").decode()) for found in texts)
+                rows = zip((id_ for id_, *_ in of_document), printable, strict=True)
+                self._db.executemany("INSERT INTO words (rowid, text) VALUES (?, ?)", rows)
 
     def search(self, text: str, limit: int) -> list[int]:
         """Index ids of the chunks that share words with a text, best first by BM25, the lower id among equals."""
-        words = self._telling(dict.fromkeys(WORD.findall(text.lower())))
+        words = self._telling(dict.fromkeys(WORD.findall(in_words(text.lower()))))
         if not words:
             return []
         match = " OR ".join(f'"{word}"' for word in words)
@@ -283,6 +288,11 @@ class SearchIndex:
         """Free the memory; a second call does nothing."""
         if self.words is not None:
             self.words.close()
+
+
+def in_words(text: str) -> str:
+    """A text in which runs of scripts without spaces are pairs of characters that overlap, which search by words finds."""
+    return _RUN.sub(lambda run: f" {' '.join(map(''.join, pairwise(run[0])))} ", text)
 
 
 def fuse_rankings(rankings: Iterable[Sequence[int]]) -> list[int]:

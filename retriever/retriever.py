@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
+_CODE = re.compile(r"(?!(?:1\d|20)\d\d$).*\d")  # a word with digits that is no year
 BATCH_CHUNKS = 128  # embedded and added together: enough that chunks of like length are neighbours
 CANDIDATES = 50  # of each ranking that is fused
 FIRST_ROUND_SHARE = 2 / 3  # of the chunks that the first round of two decides
@@ -292,6 +294,8 @@ class Retriever(IndexedDocuments):
         rankings = [index.search(vector_D, candidates)]
         if words is not None:
             rankings.append(words.search(question, candidates))
+            # Numbers and codes name a row among rows that have everything else in common with it.
+            rankings.append(words.search(" ".join(filter(_CODE.match, WORD.findall(question))), candidates))
         best = fuse_rankings(rankings)
         # 2. The names in the best document's chunks lead to those that a question over two documents does not name.
         if words is not None and self.config.search_rounds == 2 and 1 < count < len(best):
@@ -301,9 +305,14 @@ class Retriever(IndexedDocuments):
             if names := [word for word in WORD.findall(" ".join([chunks[0].title, *texts])) if word[0].isupper()]:
                 second = words.search(" ".join([question, *names]), count + len(first))
                 best = [*first, *[id_ for id_ in second if id_ not in first][: count - len(first)], *best[len(first) :]]
-        # 3. The chunks themselves, and how near they are.
-        best = list(dict.fromkeys(best))[:count]
-        return [ScoredChunk(self._catalog.chunk(id_), index.distance(id_, vector_D)) for id_ in best]
+        # 3. The chunks themselves, of equal ones the best, and how near they are.
+        found = dict[str, ScoredChunk]()
+        for id_ in dict.fromkeys(best):
+            if len(found) < count:
+                chunk = self._catalog.chunk(id_)
+                text = chunk.text.removeprefix(chunk.title).strip()
+                found.setdefault(text, ScoredChunk(chunk, index.distance(id_, vector_D)))
+        return list(found.values())
 
     def _searchable(self) -> VectorIndex:
         index = self._index.current()

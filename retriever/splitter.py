@@ -16,7 +16,7 @@ from cacheblend.base.errors import InputError, RetrieverError, needs_extra
 from cacheblend.base.threads import Check
 
 from .config import RetrieverConfig
-from .document import Chunk, Document
+from .document import Chunk, Document, TableHead
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 _WHITE_SPACE = " \t\n\r\u2581"  # the last stands for a space in SentencePiece vocabularies
 CUT_CHARACTERS = 2**17
 SHORT_CHARACTERS = 8  # a token: a text with more of them is hardly one chunk, and is not tokenised whole to find out
-# Where a text may be cut, the best first: before a Markdown heading, after empty lines, a sentence, a line; else between words.
+# Where a text may be cut, the best first: before a Markdown heading, after empty lines, before a table's row, after a sentence,
+# a line; else between words.
 # Possessive, and only from the first mark of a run: a run that no blank follows is read once, not once for each of its marks.
 _SENTENCE_END = r"(?<![.!?\u2026])[.!?\u2026]++[\"'\u2019\u201d)\]]*+(?=\s)|[\u3002\uff01\uff1f]"
-BREAKS = [re.compile(each) for each in (r"\n(?=#{1,6} )", r"\n\s*\n", _SENTENCE_END, r"\n", r"\w(?=\s)")]
+BREAKS = [re.compile(each) for each in (r"\n(?=#{1,6} )", r"\n\s*\n", r"\n(?=\|)", _SENTENCE_END, r"\n", r"\w(?=\s)")]
 
 
 class PlainTokenizer:
@@ -216,7 +217,8 @@ class Splitter:
 
         `check` is called between the slices of a long text, and between chunks; an error that it raises ends the work.
 
-        Without overlap, the chunks' texts joined are exactly the document's content (title line and text). A chunk has at most
+        Without overlap, the chunks' texts joined are exactly the document's content (title line and text), but for the heads of
+        tables: a chunk that begins within a table repeats the head, if that is no longer than a quarter. A chunk has at most
         `chunk_tokens` tokens, those of the separator, and a few more: it is tokenised anew by itself (which may cut a word in
         two or regroup a number), and begins with a complete character.
 
@@ -231,12 +233,19 @@ class Splitter:
         check()
         at_sentences = self.config.split_at == "sentences"
         overlap = self.config.chunk_overlap_tokens
+        table, short = TableHead(document.id, document.title), dict[str, int]()
+        if at_sentences and not overlap:
+            sizes = {head: len(self._tokenizer.ids(head)) for head in table.all_of(content) if len(head) <= len(content) // 2}
+            short = {head: size for head, size in sizes.items() if size <= max_tokens // 4}
+            max_tokens -= max(short.values(), default=0)
         texts = self._tokenizer.cut(content, max_tokens, overlap, at_sentences=at_sentences, check=check)
         if not texts:
             raise InputError(f"document {document.id!r} has no tokens for this model's tokenizer; leave it out")
         chunks: list[Chunk] = []
         for position, text in enumerate(texts):
             check()
+            text = table.head + text if table.head in short and text.strip() else text
+            table.follow(text)
             token_ids = tuple(self._tokenizer.ids(text + self.config.separator))
             chunks.append(Chunk(document.id, document.version, position, document.title, text, token_ids))
         return chunks

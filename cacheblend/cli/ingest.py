@@ -20,7 +20,7 @@ from cacheblend.base.errors import InputError
 from cacheblend.base.options import GIB
 from cacheblend.integrations.ray import RayConfig
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig, load_fusor, remember_settings
-from cacheblend.service.engine.document_sources import DocumentStream, SourceReport, StreamSize
+from cacheblend.service.engine.document_sources import UNLISTED, DocumentStream, SourceReport, StreamSize
 from cacheblend.service.engine.ingest import IngestReport, VllmConfig, upload_documents
 from cacheblend.service.engine.web_pages import WebFiles
 from cacheblend.store.codecs import CODECS, LayerShape
@@ -43,7 +43,7 @@ def ingest(
     sources: Annotated[
         list[str],
         typer.Argument(
-            metavar="FILE|DIR|URL|-...", help="Text, code, PDF, Office, HTML, EPUB, JSON lines; folders, patterns, URLs, -."
+            metavar="FILE|DIR|URL|-...", help="Text, code, PDF, Office, HTML, mails, JSON lines; folders, patterns, URLs, -."
         ),
     ],
     model: Annotated[
@@ -53,6 +53,7 @@ def ingest(
     *,
     settings: options.Settings,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask, however much disk the KV takes.")] = False,
+    prune: Annotated[bool, typer.Option("--prune", help="Delete all documents that none of these sources has.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Stay, and follow folders' changes until Ctrl-C or SIGTERM.")] = False,
     allow_private_urls: Annotated[
         bool, typer.Option("--allow-private-urls", help="Fetch URLs of this machine and of private networks, too.")
@@ -69,6 +70,8 @@ def ingest(
 
         cacheblend ingest https://example.org/handbook.html --model ./model
 
+        cacheblend ingest handbook/ --model ./model --prune
+
         cacheblend ingest handbook/ --model ./model --watch
 
         cacheblend ingest corpus/ -m ./model --ray local --ray-actors 2
@@ -76,7 +79,7 @@ def ingest(
         cacheblend ingest handbook/ --vllm http://localhost:8000
     """
     ray, vllm = settings.make(RayConfig), settings.make(VllmConfig)
-    _check_together(sources, store_dir, ray, vllm, watch=watch)
+    _check_together(sources, store_dir, ray, vllm, watch=watch, prune=prune)
     stream = DocumentStream(sources, WebFiles(allow_private=allow_private_urls))
     try:
         with closing(stream), _interrupted_by_sigterm() if watch else nullcontext():
@@ -86,7 +89,9 @@ def ingest(
             elif ray.ray is not None:
                 report = _ingest_on_ray(sources, stream, _config(settings, model, store_dir), ray, yes=yes)
             else:
-                report = _ingest_here(stream, _config(settings, model, store_dir), sources if watch else (), yes=yes)
+                report = _ingest_here(
+                    stream, _config(settings, model, store_dir), sources if watch else (), yes=yes, prune=prune
+                )
     except KeyboardInterrupt:
         terminal.note("interrupted; what was done is stored, and the same command goes on from there")
         if not watch:  # which ends by a signal and in no other way
@@ -100,10 +105,14 @@ def ingest(
         raise typer.Exit(1)
 
 
-def _check_together(sources: Sequence[str], store_dir: Path, ray: RayConfig, vllm: VllmConfig, *, watch: bool) -> None:
+def _check_together(
+    sources: Sequence[str], store_dir: Path, ray: RayConfig, vllm: VllmConfig, *, watch: bool, prune: bool
+) -> None:
     """Refuse options that exclude each other, and folders that cannot be watched."""
     if vllm.vllm is not None and (watch or ray.ray is not None):
         raise InputError("--vllm cannot be given with --watch or --ray; vLLM itself computes, when it is told to")
+    if prune and (vllm.vllm is not None or ray.ray is not None):
+        raise InputError("--prune cannot be given with --vllm or --ray; ingest without it, or delete documents by name")
     if ray.ray is not None and watch:
         raise InputError("--watch cannot be given with --ray; run the command again after a change")
     if watch:
@@ -128,8 +137,10 @@ def _interrupted_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _ingest_here(stream: DocumentStream, config: EngineConfig, folders: Sequence[str], *, yes: bool) -> IngestReport:
-    """Ingest a stream, then follow the changes of folders, if there are any."""
+def _ingest_here(
+    stream: DocumentStream, config: EngineConfig, folders: Sequence[str], *, yes: bool, prune: bool
+) -> IngestReport:
+    """Ingest a stream, delete what it has no more, then follow the changes of folders, if there are any."""
     try:
         size = _measured(stream)
     except InputError:
@@ -150,7 +161,19 @@ def _ingest_here(stream: DocumentStream, config: EngineConfig, folders: Sequence
         remember_settings(config)
         with IngestProgress(stream, size) as progress:
             report = engine.ingest_stream(stream if size != StreamSize() else (), progress)
+        _prune(engine, stream, all_others=prune)
         return report + _follow(engine, folders, stream.report) if folders else report
+
+
+def _prune(engine: Engine, stream: DocumentStream, *, all_others: bool) -> None:
+    """Delete the pages that files have no more; with `all_others` every document that was not read, unless a file was not."""
+    unread = [*stream.report.faults, *(name for name, why in stream.report.skipped.items() if why == UNLISTED)]
+    if all_others and unread:
+        terminal.note(f"nothing is pruned, since {counted(len(unread), 'file')} could not be read, such as {unread[0]}")
+    gone = engine.documents.prune(stream.ids, None if all_others and not unread else stream.files)
+    if gone:
+        more = f" and {len(gone) - NAMED:,} more" if len(gone) > NAMED else ""
+        terminal.note(f"deleted, since no source has them any more: {', '.join(gone[:NAMED])}{more}")
 
 
 def _follow(engine: Engine, folders: Sequence[str], found: SourceReport) -> IngestReport:

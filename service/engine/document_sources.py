@@ -1,7 +1,8 @@
-"""Documents of files: JSON lines, text of any encoding, PDF and Office files; of folders, URLs or standard input, in bounds."""
+"""Documents of files: JSON lines, text of any encoding, what has a reader; of folders, URLs or standard input, in bounds."""
 
 from __future__ import annotations
 
+import codecs
 import glob
 import gzip
 import json
@@ -19,7 +20,10 @@ from typing import Any, BinaryIO
 from cacheblend.base.errors import CacheBlendError, InputError, needs_extra
 from cacheblend.retriever import Document, PlainTokenizer
 
-from .file_converter import CONVERTED_SUFFIXES, FileConverter
+from .file_converter import FileConverter
+from .file_readers import OLD_KINDS, READERS
+from .pdf_text import BLANK
+from .text_encoding import MAX_SAMPLE_BYTES, decoded
 from .web_pages import SCHEMES, WebFiles
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".csv")
@@ -33,12 +37,19 @@ MAX_TEXT_BYTES = 8 * 2**20
 PIECE_BYTES = 2**16  # of a JSON text that are counted at once; then other threads may run
 MAX_LINE_BYTES = 8 * 2**20  # of one JSON line, decompressed
 LEAST_LINE_BYTES = 2684  # that a line counts as: 200,000 empty ones are as much work as half a GiB
-MAX_SAMPLE_BYTES = 2**16  # that a text's encoding is detected by
 CHARACTERS_PER_TOKEN = 4.0  # of English text, where none can be tokenised
 SAMPLE_CHARACTERS, SAMPLE_DOCUMENTS = 1024, 64  # to count tokens in: enough to know a language by
-# Tried where a text is no UTF-8: one of each script, since close relatives are distinguished by chance.
-_ENCODINGS = ["cp1252", "cp1251", "koi8_r", "cp1253", "cp1255", "cp1256", "shift_jis", "euc_jp", "gb18030", "big5", "euc_kr"]
-_CONTROL_BYTES = bytes(set(range(32)) - set(b"\t\n\r\f\x1b"))
+CONVERTED_SUFFIXES = (*READERS, *OLD_KINDS)
+# Kinds of documents that are not read, and the remedy.
+NOT_READ = {
+    **dict.fromkeys((".msg", ".pst"), "save its mails as .eml or .mbox"),
+    **dict.fromkeys((".xlsb", ".numbers", ".et"), "save it as .xlsx"),
+    **dict.fromkeys((".pages", ".key", ".one", ".vsd", ".vsdx", ".pub", ".wpd", ".wps", ".hwp", ".odg"), "save it as PDF"),
+    **dict.fromkeys((".ps", ".eps", ".djvu", ".xps", ".chm", ".mobi", ".azw3"), "convert it to PDF"),
+    **dict.fromkeys((".zip", ".tar", ".tgz", ".tar.gz", ".7z", ".rar", ".bz2", ".xz", ".zst"), "unpack it"),
+    **dict.fromkeys((".parquet", ".arrow", ".feather", ".sqlite", ".mdb", ".accdb"), "write its rows as JSON lines"),
+}
+Fault = Callable[[str, str], None]  # notes the place and the fault of a part of a file
 
 
 class NoTextError(InputError):
@@ -70,6 +81,13 @@ class SourceReport:
                 raise
             else:
                 self.faults[name] = why
+
+    def note(self, place: str, why: str) -> None:
+        """Enter a part of a file that gave no document; the others of it do."""
+        if why == BLANK:
+            self.skipped[place] = why
+        else:
+            self.faults[place] = f"{place}: {why}"
 
     def distinct(self, source: str, documents: Iterable[Document]) -> Iterator[Document]:
         """The documents of a source; of two with one id and different texts, the later one is a fault."""
@@ -111,11 +129,13 @@ class DocumentStream:
     Attributes:
         characters: of the texts that were given so far.
         report: of what was left out.
+        ids: of the documents that were given so far.
+        files: the ids of the files that they are parts of.
     """
 
     def __init__(self, sources: Sequence[str], web: WebFiles | None = None) -> None:
         self._sources, self._web, self._converter = sources, web or WebFiles(), FileConverter()
-        self.characters = 0
+        self.characters, self.ids, self.files = 0, set[str](), set[str]()
         only = sources[0] if len(sources) == 1 else ""
         self.report = SourceReport(strict=only == STANDARD_INPUT or _is_url(only) or Path(only).is_file())
 
@@ -142,6 +162,7 @@ class DocumentStream:
     def __iter__(self) -> Iterator[Document]:
         for document in self._documents():
             self.characters += len(document.text)
+            self.ids.add(document.id)
             yield document
 
     def close(self) -> None:
@@ -156,16 +177,18 @@ class DocumentStream:
     def _read(self, source: str, on_file: Callable[[Path], None]) -> Iterator[Document]:
         if source == STANDARD_INPUT:
             with self.report.noting(source, is_found=False):
-                yield from _line_documents(_read_lines(sys.stdin.buffer, "standard input"))
+                yield from _line_documents(_read_lines(sys.stdin.buffer, "standard input"), self.report.note)
         elif _is_url(source):
             with self.report.noting(source, is_found=False):
                 path, title = self._web.fetch(source)
-                yield from file_documents(path, source.partition("#")[0], self._converter, title=title, where=source)
+                id_, note = source.partition("#")[0], self.report.note
+                yield from file_documents(path, id_, self._converter, title=title, where=source, fault=note)
         else:
             for file, id_ in source_files(source, self.report.skipped):
                 with self.report.noting(str(file), is_found=Path(source) != file):
                     on_file(file)
-                    yield from file_documents(file, id_, self._converter)
+                    self.files.add(id_)
+                    yield from file_documents(file, id_, self._converter, fault=self.report.note)
 
 
 def _is_url(source: str) -> bool:
@@ -245,6 +268,10 @@ def _without_links_out(files: Sequence[Path], root: Path, skipped: dict[str, str
     return own
 
 
+def _refuse(place: str, why: str) -> None:
+    raise InputError(f"{place}: {why}")
+
+
 def file_documents(
     path: Path,
     id_: str,
@@ -254,63 +281,70 @@ def file_documents(
     where: str | None = None,
     check: Callable[[], None] = lambda: None,
     max_bytes: int | None = None,
+    fault: Fault = _refuse,
 ) -> Iterator[Document]:
     """The documents of a file; see `DocumentStream`.
 
     Parts of it have their place appended to `id_`; `where` names it in messages, in place of its path. `check` is called once a
-    line, and again and again during a conversion; what it raises ends the reading. `max_bytes`: see `read_json_lines`.
+    line, and again and again during a conversion; what it raises ends the reading. `max_bytes`: see `read_json_lines`. `fault`
+    is called with the place and the fault of a line or a page that is no document; left out, the first one is raised.
 
     Raises:
-        InputError: a line or a file is no document, named by file and line. NoTextError: a file of an unknown kind is no text.
+        InputError: the file is no document. NoTextError: it is empty, or of an unknown kind and no text.
         MissingExtraError: the file needs the extra `documents`.
         OSError: it cannot be read.
     """
     name, where, title = path.name.lower(), where or str(path), title or path.stem
+    if remedy := next((NOT_READ[end] for end in NOT_READ if name.endswith(end)), None):
+        raise InputError(f"{where}: a file of this kind is not read; {remedy}")
     if name.endswith(JSONL_SUFFIXES):
-        yield from _line_documents(read_json_lines(path, check, max_bytes, where))
+        with _opened(path, where) as lines:
+            yield from _line_documents(_read_lines(lines, where, check, max_bytes), fault)
         return
     if name.endswith(CONVERTED_SUFFIXES):
         for part in converter.convert(path, check, where):
+            if part.fault:
+                fault(f"{where}, {part.place}", part.fault)
+                continue
             place = f"#{part.place}" if part.place else ""
             of_part = f"{title}, {part.place.replace('=', ' ')}" if place else title
             yield _document({"id": id_ + place, "title": of_part, "text": part.text}, where)
         return
-    try:
-        text = _read_text(path, where)
-    except InputError as error:
-        raise (error if name.endswith(TEXT_SUFFIXES) else NoTextError(str(error))) from None
-    yield _document({"id": id_, "title": title, "text": text}, where)
+    yield _document({"id": id_, "title": title, "text": _read_text(path, where)}, where)
 
 
 def _read_text(path: Path, where: str) -> str:
-    """The text of a file in UTF-8, in UTF-16 or 32 with a mark, or in an encoding that is detected.
+    """The text of a file, or of one in a gzip file, in UTF-8, UTF-16 or 32, or an encoding that is detected.
 
-    Raises InputError if it is of another kind, too long, binary or empty.
+    Raises InputError if it is too long, or binary although its name says text; else NoTextError if it has none.
     """
-    kind = (mimetypes.guess_type(path.name.lower())[0] or "").partition("/")[0]
-    if kind in ("image", "audio", "video", "font"):
-        raise InputError(f"{where}: {kind}; describe it in a text file")
-    with path.open("rb") as file:
-        raw = file.read(MAX_TEXT_BYTES + 1)  # a device or a file that grows has no end
-    if len(raw) > MAX_TEXT_BYTES:
-        raise _too_long(where)
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        with needs_extra("rag"):
-            from charset_normalizer import from_bytes
-            from charset_normalizer.utils import identify_sig_or_bom
-
-        encoding, _ = identify_sig_or_bom(raw)
-        if encoding is None and len(raw.translate(None, _CONTROL_BYTES)) == len(raw):
-            best = from_bytes(raw[:MAX_SAMPLE_BYTES], cp_isolation=_ENCODINGS).best()
-            encoding = best.encoding if best else None
-        text = raw.decode(encoding, errors="replace") if encoding else "\0"
-    if "\0" in text:
-        raise InputError(f"{where}: binary, or text in no known encoding; save it as UTF-8")
+    name = path.name.lower().removesuffix(".gz")
+    with _opened(path, where) as file:
+        raw = file.read(MAX_SAMPLE_BYTES)
+        kind = (mimetypes.guess_type(name)[0] or "").partition("/")[0]
+        if kind in ("image", "audio", "video", "font") and (name.endswith(".svg") or decoded(raw) is None):
+            raise NoTextError(f"{where}: {kind}; describe it in a text file")
+        if (text := decoded(raw)) is not None:
+            raw += file.read(MAX_TEXT_BYTES + 1 - len(raw))  # a device or a file that grows has no end
+            if len(raw) > MAX_TEXT_BYTES:
+                raise _too_long(where)
+            text = decoded(raw)
+    if text is None:
+        error = InputError if name.endswith(TEXT_SUFFIXES) else NoTextError
+        raise error(f"{where}: binary, or text in no known encoding; save it as UTF-8")
     if not text.strip():
-        raise InputError(f"{where}: empty; write something into it, or leave it out")
+        raise NoTextError(f"{where}: empty; write something into it, or leave it out")
     return text
+
+
+@contextmanager
+def _opened(path: Path, where: str) -> Iterator[BinaryIO | gzip.GzipFile]:
+    """A file, decompressed if it is `*.gz`; InputError if that is cut off or damaged."""
+    with gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb") as file:
+        try:
+            yield file
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise InputError(f"{where} is no whole gzip file ({error}); compress it again, or copy it again") from error
 
 
 def read_json_lines(
@@ -326,18 +360,15 @@ def read_json_lines(
             more than `max_bytes`.
         OSError: the file cannot be read.
     """
-    where = where or str(path)
-    with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as lines:
-        try:
-            yield from _read_lines(lines, where, check, max_bytes)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise InputError(f"{where} is no whole gzip file ({error}); compress it again, or copy it again") from error
+    with _opened(path, where or str(path)) as lines:
+        for place, raw in _read_lines(lines, where or str(path), check, max_bytes):
+            yield place, _line_value(raw, place)
 
 
 def _read_lines(
     lines: BinaryIO | BufferedIOBase, name: str, check: Callable[[], None] = lambda: None, max_bytes: int | None = None
-) -> Iterator[tuple[str, Any]]:
-    """`read_json_lines` of what is open already; `name` is its name in messages."""
+) -> Iterator[tuple[str, bytes]]:
+    """Place and bytes of each line that is not empty, as `read_json_lines` bounds them; `name` is that of the file."""
     number = read_bytes = 0
     while raw := lines.readline(MAX_LINE_BYTES + 1):
         check()
@@ -348,14 +379,17 @@ def _read_lines(
         if max_bytes is not None and read_bytes > max_bytes:
             bound = f"{max_bytes // LEAST_LINE_BYTES:,} lines or {max_bytes // 2**20} MiB"
             raise InputError(f"{name}: more than {bound}, unpacked; split it")
-        check_json(raw, where)
-        try:
-            text = raw.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            found = f"byte 0x{error.object[error.start]:02x} at {error.start + 1}"
-            raise InputError(f"{where}: not UTF-8 ({found}); save it as UTF-8") from None
-        if text.strip():
-            yield where, parse_json(text, where)
+        if raw.removeprefix(codecs.BOM_UTF8).strip():
+            yield where, raw
+
+
+def _line_value(raw: bytes, where: str) -> Any:
+    check_json(raw, where)
+    try:
+        return parse_json(raw.decode("utf-8-sig"), where)
+    except UnicodeDecodeError as error:
+        found = f"byte 0x{error.object[error.start]:02x} at {error.start + 1}"
+        raise InputError(f"{where}: not UTF-8 ({found}); save it as UTF-8") from None
 
 
 def check_json(raw: bytes, where: str, max_values: int = MAX_VALUES, piece_bytes: int = PIECE_BYTES) -> None:
@@ -396,11 +430,19 @@ def parse_json(text: str, where: str) -> Any:
         raise InputError(f"{where}: JSON that cannot be read ({error}); write such a number as text") from None
 
 
-def _line_documents(lines: Iterator[tuple[str, Any]]) -> Iterator[Document]:
-    for where, value in lines:
-        if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-            raise InputError(f'{where}: not a document {{"id", "title", "text"}}; give each line a text')
-        yield _document(value, where)
+def _line_documents(lines: Iterable[tuple[str, bytes]], fault: Fault) -> Iterator[Document]:
+    for where, raw in lines:
+        try:
+            value = _line_value(raw, where)
+            if not isinstance(value, dict) or not isinstance(value.get("text"), str):
+                raise InputError(f'{where}: not a document {{"id", "title", "text"}}; give each line a text')
+            if isinstance(value.get("id"), int):
+                value["id"] = str(value["id"])
+            document = _document(value, where)
+        except InputError as error:
+            fault(where, str(error).removeprefix(f"{where}: "))
+        else:
+            yield document
 
 
 def _document(raw: dict[str, Any], where: str) -> Document:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend.base.errors import BudgetTooSmallError, CacheBlendError, InputError, StoreFullError
 from cacheblend.retriever import Retriever
+from cacheblend.retriever.document import file_of
 
 if TYPE_CHECKING:
     from cacheblend.base.threads import Progress
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from .ingest import DocumentEncoder, EncodedBatch, IngestReport
 
 logger = logging.getLogger(__name__)
-_PART = re.compile(r"\A(.+)#(?:page|slide|sheet|line)=.+", re.DOTALL)
 _NUMBER = re.compile("([0-9]+)")
 _OF_STORE = ("stored_chunks", "shared_chunks", "stored_bytes", "own_bytes")
 
@@ -175,9 +175,8 @@ class Documents:
         if last == "":
             raise InputError(f"after={after!r}: there is no such document any more; begin again with the first page")
         for id_ in self._ids_after(last, limit, newest_first=newest_first):
-            found = _PART.fullmatch(id_) if by_file else None
-            name = found[1] if found else id_
-            first = first_listed(name) if found else id_
+            name = file_of(id_) if by_file else id_
+            first = first_listed(name) if name != id_ else id_
             # No file's part, the first one of a file, or the part of a file whose name is a document's own.
             if first in (id_, name):
                 with suppress(InputError):  # deleted since it was looked up
@@ -239,7 +238,7 @@ class Documents:
         indexed = self._index.ids(f"{id_}#")
         lost = sorted(set(self._store.documents.ids(f"{id_}#")).difference(indexed))
         ids = [*(reversed(indexed) if newest_first else indexed), *lost]
-        return [part for part in ids if (found := _PART.fullmatch(part)) and found[1] == id_]
+        return [part for part in ids if file_of(part) == id_]
 
     def delete(self, id_: str) -> DocumentStatus:
         """Remove a document, or a file's, pinned or not, and the KV of the chunks that no other document has; the last status.
@@ -263,6 +262,15 @@ class Documents:
                 if not self._store.release_reserve():
                     raise
                 self._index.delete(id_)
+
+    def prune(self, ids: Collection[str], files: Collection[str] | None = None) -> list[str]:
+        """Delete all documents but those of `ids`, or of `files` the parts that are not among them; the ids of the deleted."""
+        parts = (id_ for file in files or () for id_ in self._index.ids(f"{file}#") if file_of(id_) == file)
+        gone = [id_ for id_ in (self._index.ids() if files is None else parts) if id_ not in ids]
+        for id_ in gone:
+            with suppress(InputError):  # deleted meanwhile
+                self.delete(id_)
+        return gone
 
     def pin(self, id_: str, *, pinned: bool = True) -> DocumentStatus:
         """Spare the KV of a document's chunks, or a file's, from evictions, also what is computed later; or no longer.

@@ -1,4 +1,4 @@
-"""Conversion of PDF, Office, HTML and EPUB files to text, in a process of its own with bounds of time, memory and size.
+"""Conversion of files that are no plain text (`READERS`), in a process of its own with bounds of time, memory and size.
 
 The files are untrusted, and their parsers are large. A process without the service's environment imports the parsers, and is
 forked for each file; the fork is confined (`confinement.py`), writes the parts of the text or an error as JSON into a pipe, and
@@ -18,8 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -31,20 +30,15 @@ from typing import Any
 from cacheblend.base.errors import InputError, MissingExtraError
 
 from .confinement import confine
+from .file_readers import read_parts
 
 logger = logging.getLogger(__name__)
 EXTRA = "documents"
-PAGE_SUFFIX = ".webpage"  # of a page that was fetched: its text is taken without its menus
-ZIPPED_SUFFIXES = (".docx", ".pptx", ".xlsx", ".epub")
-CONVERTERS = {suffix: f"{suffix[1:].title()}Converter" for suffix in (".html", *ZIPPED_SUFFIXES)} | {".htm": "HtmlConverter"}
-CONVERTED_SUFFIXES = (".pdf", PAGE_SUFFIX, *CONVERTERS)
 # A page or a slide of less is no document of its own: a quarter of a chunk of 512 tokens. In characters, as ids must follow
 # from the file alone, whichever model and options read it.
 SHORT_PART_CHARACTERS = 512
 JOINED_KINDS = ("page", "slide")  # not sheets, which are tables of their own, and have names
 MAX_FILE_BYTES = 256 * 2**20
-MAX_UNPACKED_BYTES = 512 * 2**20  # of an archive's members, as its directory says; more than that is not unpacked
-MAX_MEMBERS = 20_000
 MAX_CHARACTERS = 32 * 2**20  # of all that comes out of a file
 MAX_CACHED_CHARACTERS = 64 * 2**20  # of what is kept between counting and ingesting
 TIMEOUT_S = 120.0  # a file, with the start of the process
@@ -63,10 +57,12 @@ class TextPart:
     Args:
         place: "page=3", "slide=2-4", "sheet=Sales"; empty for all of a file.
         text: Markdown, or plain text of a PDF.
+        fault: why a page has no text.
     """
 
     place: str
     text: str
+    fault: str = ""
 
 
 class FileConverter:
@@ -80,7 +76,7 @@ class FileConverter:
         self._cached_characters = 0
 
     def convert(self, path: Path, check: Callable[[], None] = lambda: None, where: str | None = None) -> list[TextPart]:
-        """The text of a file, in parts that a citation can name; what `check` raises meanwhile ends the conversion.
+        """The text of a file, in parts that a citation can name, then the faults of others; what `check` raises ends it.
 
         `where` names the file in messages, in place of its path.
 
@@ -106,9 +102,12 @@ class FileConverter:
             raise MissingExtraError(missing, EXTRA)
         if error := answer.get("error"):
             raise InputError(f"{where}: {error}")
-        parts = join_short_parts([TextPart(place, text) for place, text in answer["parts"] if text.strip()])
+        found = [TextPart(*part) for part in answer["parts"]]
+        faults = [part for part in found if part.fault]
+        parts = join_short_parts([part for part in found if part.text.strip()])
         if not parts:
-            raise InputError(f"{where}: no text in it; of scanned pages, make a text by OCR first")
+            raise InputError(f"{where}: {faults[0].fault if faults else 'no text in it; leave it out'}")
+        parts += _same_faults(faults)
         characters = sum(len(part.text) for part in parts)
         if self._cached_characters + characters <= MAX_CACHED_CHARACTERS:
             self._cache[key] = parts
@@ -206,75 +205,26 @@ def _join(first: TextPart, then: TextPart) -> TextPart:
     return TextPart(f"{begin}-{end}", f"{first.text.rstrip()}\n\n{then.text.lstrip()}")
 
 
-def _parts(path: Path) -> Iterator[tuple[str, str]]:
-    """Place and text of a file's parts."""
-    suffix = path.suffix.lower()
-    if suffix in ZIPPED_SUFFIXES:
-        with zipfile.ZipFile(path) as archive:
-            members = archive.infolist()
-        if len(members) > MAX_MEMBERS or sum(member.file_size for member in members) > MAX_UNPACKED_BYTES:
-            limits = f"{MAX_UNPACKED_BYTES // 2**20} MiB or {MAX_MEMBERS} members"
-            raise _RefusedError(f"unpacks to more than {limits}; split it")
-    if suffix == ".pdf":
-        from pypdf import PdfReader
-
-        reader = PdfReader(path)
-        if reader.is_encrypted and not reader.decrypt(""):
-            raise _RefusedError("locked with a password; save it without one")
-        for number, page in enumerate(reader.pages, 1):
-            yield f"page={number}", page.extract_text()
-        return
-    if suffix == PAGE_SUFFIX:
-        import trafilatura
-
-        if text := trafilatura.extract(path.read_bytes(), output_format="markdown", favor_recall=True):
-            yield "", text
-            return
-        suffix = ".html"  # a page of a few words, all of which are its text
-    from markitdown import StreamInfo, converters
-
-    # One kind's own converter: the package's choice takes what it does not know for an archive, and unpacks that.
-    converter = getattr(converters, CONVERTERS[suffix])()
-    charset = None
-    if suffix in (".html", ".htm"):
-        with suppress(UnicodeDecodeError):
-            path.read_text(encoding="utf-8")
-            charset = "utf-8"
-    with path.open("rb") as file:
-        markdown = converter.convert(file, StreamInfo(extension=suffix, charset=charset)).markdown
-    if suffix == ".pptx":
-        yield from _cut(markdown, "<!-- Slide number: ", " -->", "slide")
-    elif suffix == ".xlsx":
-        yield from _cut("\n" + markdown, "\n## ", "\n", "sheet")
-    else:
-        yield "", markdown
-
-
-def _cut(markdown: str, begin: str, end: str, kind: str) -> Iterator[tuple[str, str]]:
-    """Parts of a Markdown text, cut before each mark, whose name stands between `begin` and `end`."""
-    first, *parts = markdown.split(begin)
-    yield "", first
+def _same_faults(parts: Sequence[TextPart]) -> list[TextPart]:
+    """The faults, each once, of the pages together that have it: "page 2, 3, 7"."""
+    places = dict[str, list[str]]()
     for part in parts:
-        name, _, text = part.partition(end)
-        yield f"{kind}={name.strip()}", text
-
-
-class _RefusedError(ValueError):
-    """A sound file that is not taken; the message has the remedy."""
+        places.setdefault(part.fault, []).append(part.place.partition("=")[2])
+    return [TextPart(f"page {', '.join(numbers)}", "", fault) for fault, numbers in places.items()]
 
 
 def _answer(path: Path) -> dict[str, Any]:
-    parts, characters = list[tuple[str, str]](), 0
+    parts, characters = list[tuple[str, str, str]](), 0
     try:
-        for place, text in _parts(path):
-            parts.append((place, text.encode(errors="replace").decode()))
+        for place, text, fault in read_parts(path):
+            parts.append((place, text.encode(errors="replace").decode(), fault))
             if (characters := characters + len(text)) > MAX_CHARACTERS:
-                raise _RefusedError(f"more than {MAX_CHARACTERS // 2**20} million characters; split it")
+                raise InputError(f"more than {MAX_CHARACTERS // 2**20} million characters; split it")
     except ModuleNotFoundError as error:
-        return {"missing": error.name or "markitdown"}
+        return {"missing": error.name or "pypdfium2"}
     except MemoryError:
         raise
-    except _RefusedError as error:
+    except InputError as error:
         return {"error": str(error)}
     except Exception as error:  # any parser's, of any file
         why = " ".join(str(error).split())[:200] or type(error).__name__
@@ -285,7 +235,8 @@ def _answer(path: Path) -> dict[str, Any]:
 def main() -> None:
     """Fork for each path that comes, until no more come; its answer goes into the pipe that came with it."""
     logging.disable()
-    for name in ("markitdown", "trafilatura", "pypdf"):  # before the bounds: what these need to begin is not of a document
+    # Before the bounds: what these need to begin is not of a document.
+    for name in ("trafilatura", "pypdfium2", "openpyxl", "chardet", "striprtf.striprtf", "lxml.html"):
         with suppress(ModuleNotFoundError):
             importlib.import_module(name)
     with suppress(OSError):  # Linux: where memory is short, these processes go, not the service

@@ -109,10 +109,10 @@ class FolderWatch:
             if last.fault:
                 raise InputError(last.fault)
             return
-        documents = list[Document]()
+        documents, faults = list[Document](), list[str]()
         try:
             with suppress(NoTextError):
-                documents += file_documents(file, id_, converter)
+                documents += file_documents(file, id_, converter, fault=lambda place, why: faults.append(f"{place}: {why}"))
         except InputError as error:
             self._files[name] = WatchedFile(seen, last.documents, str(error))
             raise
@@ -123,7 +123,9 @@ class FolderWatch:
             report.ingested += self._engine.ingest_stream(changed)
         now = {one.id: one.version for one in documents}
         self._delete(name, {one: last.documents[one] for one in last.documents.keys() - now}, report)
-        self._files[name] = WatchedFile(seen, now)
+        self._files[name] = WatchedFile(seen, now, "; ".join(faults))
+        if faults:
+            raise InputError("; ".join(faults))
 
     def _delete(self, name: str, documents: Mapping[str, str], report: FollowReport) -> None:
         """Delete the documents of a file that no other file has, unless they have another version by now."""

@@ -20,10 +20,8 @@ import httpx
 
 from cacheblend.base.errors import InputError
 
-from .file_converter import PAGE_SUFFIX
-
 SCHEMES = ("http", "https")
-SUFFIXES = {"text/html": PAGE_SUFFIX, "application/xhtml+xml": PAGE_SUFFIX, "application/pdf": ".pdf"}
+SUFFIXES = {"text/html": ".html", "application/xhtml+xml": ".html", "application/pdf": ".pdf"}
 SUFFIXES |= {"application/x-ndjson": ".jsonl", "application/json": ".txt", "application/xml": ".txt"}
 MAX_URL_CHARACTERS = 2000
 HEADERS = {"User-Agent": "cacheblend", "Accept-Encoding": "gzip"}
@@ -94,10 +92,10 @@ class WebFiles:
         name = PurePosixPath(answer.url.path)
         kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         suffix = SUFFIXES.get(kind) or (name.suffix.lower() if name.suffix[1:].isalnum() else ".txt")
-        if suffix in (PAGE_SUFFIX, ".txt", ".md", ".csv") and (charset := _CHARSET.match(answer.charset_encoding or "")):
+        if suffix in (".html", ".txt", ".md", ".csv") and (charset := _CHARSET.match(answer.charset_encoding or "")):
             with suppress(LookupError, UnicodeError):  # where the server is wrong, the file's own bytes decide
                 body = body.decode(charset.string).encode()
-        found = _TITLE.search(body[: 2**16].decode(errors="replace")) if suffix == PAGE_SUFFIX else None
+        found = _TITLE.search(body[: 2**16].decode(errors="replace")) if suffix == ".html" else None
         self._folder = self._folder or tempfile.TemporaryDirectory(prefix="cacheblend-web-")
         path = Path(self._folder.name, f"{len(self._files)}{suffix}")
         path.write_bytes(body)

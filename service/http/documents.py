@@ -23,11 +23,12 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from cacheblend.base.errors import InputError, MissingExtraError, StoreFullError
 from cacheblend.base.threads import Check, Progress
 from cacheblend.retriever import Document
-from cacheblend.retriever.document import NO_ID
+from cacheblend.retriever.document import NO_ID, file_of
 from cacheblend.service.engine.document_sources import JSONL_SUFFIXES, file_documents
 from cacheblend.service.engine.documents import DocumentStatus, shown_chunk
 from cacheblend.service.engine.engine import Engine
-from cacheblend.service.engine.file_converter import MAX_CHARACTERS, MAX_UNPACKED_BYTES, FileConverter
+from cacheblend.service.engine.file_converter import MAX_CHARACTERS, FileConverter
+from cacheblend.service.engine.file_readers import MAX_UNPACKED_BYTES
 from cacheblend.service.engine.ingest import IngestReport
 
 from .guard import ApiError, JsonRoute, read_json, refused, shortened
@@ -183,18 +184,18 @@ async def _ingest_file(request: Request) -> dict[str, Any]:
         except (MultiPartException, FormParserError) as error:  # starlette's, and the parser's own
             raise ApiError(400, f"the body is no form: {getattr(error, 'message', error)}", code="invalid_value") from None
 
+    faults = dict[str, str]()
+
     def ingest_file(progress: Progress) -> IngestReport:
         progress.note("read", 0, 1)
-        documents = _read_file(server, id_, name, raw, progress.check)
+        documents = _read_file(server, id_, name, raw, progress.check, faults)
         report = engine.ingest(documents, progress)
         if not name.lower().endswith(JSONL_SUFFIXES):
-            read = {document.id for document in documents}
-            for part in engine.retriever.ids(id_):  # pages of a longer file that had this id before
-                if part.partition("#")[0] == id_ and part not in read:
-                    engine.documents.delete(part)
+            engine.documents.prune([document.id for document in documents], [id_])  # pages of a longer file of this id
         return report
 
-    return await _upload(request, name, ingest_file)
+    answer = await _upload(request, name, ingest_file)
+    return answer | ({"faults": [f"{place}: {why}" for place, why in faults.items()]} if faults else {})
 
 
 async def _upload(request: Request, name: str, work: Callable[[Progress], IngestReport]) -> dict[str, Any]:
@@ -225,15 +226,18 @@ async def _read_form(request: Request) -> tuple[str, str, bytes]:
         name = PurePosixPath(PureWindowsPath(file.filename or "").name).name
         names = {"file": name, "id": form.get("id") or name}
         for field, one in names.items():
-            if not isinstance(one, str) or not 0 < len(one) <= MAX_NAME_CHARACTERS or NO_ID.search(one) or "#" in one:
-                raise refused(field, f"needs a name of 1 to {MAX_NAME_CHARACTERS} characters, without control characters and #")
+            if not isinstance(one, str) or not 0 < len(one) <= MAX_NAME_CHARACTERS or NO_ID.search(one) or file_of(one) != one:
+                raise refused(field, f"needs a name of 1 to {MAX_NAME_CHARACTERS} characters, without control characters")
         return name, str(names["id"]), await file.read()
     finally:
         await form.close()
 
 
-def _read_file(server: Server, id_: str, name: str, raw: bytes, check: Check) -> list[Document]:
-    """The documents of a file, read as `cacheblend ingest` reads it; `check` ends the reading if nobody waits for it."""
+def _read_file(server: Server, id_: str, name: str, raw: bytes, check: Check, faults: dict[str, str]) -> list[Document]:
+    """The documents of a file, read as `cacheblend ingest` reads it; `check` ends the reading if nobody waits for it.
+
+    `faults` receives pages without text; a line that is no document refuses the file.
+    """
     checked_at = time.monotonic()
 
     def check_in_time() -> None:
@@ -243,11 +247,12 @@ def _read_file(server: Server, id_: str, name: str, raw: bytes, check: Check) ->
             checked_at = time.monotonic()
 
     max_documents, documents, characters = server.http.max_documents, list[Document](), 0
+    of_pages = {} if name.lower().endswith(JSONL_SUFFIXES) else {"fault": faults.__setitem__}
     with _written(server.uploads_folder, name, raw) as path, closing(FileConverter()) as converter:
         try:
             title = PurePosixPath(name).stem
             for document in file_documents(
-                path, id_, converter, title=title, where=name, check=check_in_time, max_bytes=MAX_UNPACKED_BYTES
+                path, id_, converter, title=title, where=name, check=check_in_time, max_bytes=MAX_UNPACKED_BYTES, **of_pages
             ):
                 documents.append(document)
                 characters += len(document.text)

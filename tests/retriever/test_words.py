@@ -46,7 +46,7 @@ def test_a_word_finds_what_meaning_does_not(retriever: Retriever) -> None:
 
 def test_every_chunk_is_found_by_its_title() -> None:
     """The words of a document's title find its later chunks as well, where the title does not stand."""
-    text = "Nothing here says what it is about, page after page. " * 12
+    text = " ".join(f"Nothing here says what it is about, page after page {page}." for page in range(12))
     with open_retriever() as retriever:
         retriever.add([*FILLER, {"id": "long", "title": "Zephyr manual", "text": text}])
         found = retriever.search("zephyr", 3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import re
 import signal
 import sys
 import tracemalloc
@@ -26,17 +27,19 @@ from cacheblend.service.engine.file_converter import FileConverter, TextPart, jo
 
 LINE = json.dumps({"id": "one", "text": "some text"})
 LONG = "The lamp is lit at dusk. " * 30  # makes a page long enough to be a document
-needs_documents = pytest.mark.skipif(find_spec("markitdown") is None, reason="needs the extra documents")
+needs_documents = pytest.mark.skipif(find_spec("pypdfium2") is None, reason="needs the extra documents")
 
 
 def pdf(pages: list[str]) -> bytes:
-    """A PDF of one line a page, written by hand."""
+    """A PDF of lines of eight words, written by hand."""
     count = len(pages)
     kids = " ".join(f"{4 + 2 * number} 0 R" for number in range(count))
     objects = ["<< /Type /Catalog /Pages 2 0 R >>", f"<< /Type /Pages /Kids [{kids}] /Count {count} >>"]
     objects.append("<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>")
     for number, text in enumerate(pages):
-        content = f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET" if text else ""
+        words = text.split()
+        lines = "".join(f"({' '.join(words[at : at + 8])} ) Tj T* " for at in range(0, len(words), 8))
+        content = f"BT /F1 12 Tf 14 TL 72 720 Td {lines}ET" if text else ""
         resources = f"/Resources << /Font << /F1 3 0 R >> >> /Contents {5 + 2 * number} 0 R"
         objects.append(f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] {resources} >>")
         objects.append(f"<< /Length {len(content)} >>\nstream\n{content}\nendstream")
@@ -99,8 +102,9 @@ def xlsx(path: Path, sheets: dict[str, str]) -> None:
 
 
 def read(*sources: object) -> tuple[list[Document], SourceReport]:
-    """The documents of sources, and the report of what gave none."""
+    """The documents of sources, and the report of what gave none; InputError if all gave none."""
     with closing(DocumentStream(list(map(str, sources)))) as stream:
+        stream.measure()
         return list(stream), stream.report
 
 
@@ -111,7 +115,7 @@ def ids(*sources: object) -> list[str]:
 @pytest.fixture
 def office(tmp_path: Path) -> Path:
     """A folder with one file of each kind."""
-    pytest.importorskip("markitdown", reason="needs the extra documents")
+    pytest.importorskip("pypdfium2", reason="needs the extra documents")
     folder = tmp_path / "office"
     folder.mkdir()
     (folder / "report.pdf").write_bytes(pdf([f"{text}. {LONG}" for text in ("The lighthouse is red", "The keeper is Ada")]))
@@ -190,8 +194,6 @@ def test_hidden_and_ignored_files(tmp_path: Path) -> None:
 
 
 BROKEN = {  # files that cannot be used, of each sort
-    "empty.txt": b"",
-    "blank.md": b" \n\t",
     "binary.txt": bytes(range(256)) * 4,
     "elf.txt": b"\x7fELF\0\0",
     "cut.pdf": pdf(["some text"])[:60],
@@ -220,7 +222,7 @@ def test_odd_files(office: Path, open_engine: OpenEngine) -> None:
     with closing(DocumentStream([str(office)])) as stream:
         size = stream.measure()
         report, documents = stream.report, list(stream)
-    assert {Path(name).name for name in report.faults} == set(BROKEN)
+    assert {Path(name).name.partition(",")[0] for name in report.faults} == set(BROKEN)
     assert {Path(name).stem for name in report.skipped} == {"media"}
     assert all(why.startswith(name) and len(why) > len(name) + 10 for name, why in report.faults.items())
     assert size is not None
@@ -263,15 +265,19 @@ def test_bombs_and_long_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_needs_much_memory_is_refused(tmp_path: Path) -> None:
-    """A sheet of 2 kB with one cell in its last column of its last row is refused by the limit or a system short of memory."""
+    """A sheet of 5 kB that is one merged cell is refused; one with a cell in its last column of its last row is read."""
     book = pytest.importorskip("openpyxl", reason="needs the extra documents").Workbook()
-    book.active["XFD1048576"] = "x"
-    book.save(tmp_path / "bomb.xlsx")
-    (tmp_path / "fine.docx").write_bytes(docx("some words"))
+    book.active["XFD1048576"] = "some words"
+    book.save(tmp_path / "fine.xlsx")
+    with zipfile.ZipFile(tmp_path / "fine.xlsx") as fine:
+        members = {name: fine.read(name).decode() for name in fine.namelist()}
+    merged = '</sheetData><mergeCells count="1"><mergeCell ref="A1:XFD1048576"/></mergeCells>'
+    members["xl/worksheets/sheet1.xml"] = members["xl/worksheets/sheet1.xml"].replace("</sheetData>", merged)
+    (tmp_path / "bomb.xlsx").write_bytes(zipped(members))
     with closing(FileConverter(timeout_s=600)) as converter:
         with pytest.raises(InputError, match="needs more memory than a file may have"):
             converter.convert(tmp_path / "bomb.xlsx")
-        assert "some words" in converter.convert(tmp_path / "fine.docx")[0].text
+        assert "some words" in converter.convert(tmp_path / "fine.xlsx")[0].text
 
 
 @needs_documents
@@ -369,19 +375,21 @@ def test_links_out_of_a_folder_are_not_followed(tmp_path: Path) -> None:
         (LINE.encode() + b"\n" + b"[" * 100_000, "line 2: .*nested too deeply"),
         (b'{"text": "x", "n": ' + b"9" * 5000 + b"}", "line 1: .*write such a number as text"),
         (LINE.encode() + b"\n\ncaf\xe9\n", r"line 3: not UTF-8 \(byte 0xe9 at 4\); save it as UTF-8"),
-        (LINE.encode("utf-16"), "line 1: .*save it as UTF-8"),
         (LINE.encode() + b'\n{"text": " "}', "line 2: .*empty text"),
-        (LINE.encode() + b'\n{"text": "x", "id": 7}', "line 2: .*id must be text"),
+        (LINE.encode() + b'\n{"text": "x", "id": [7]}', "line 2: .*id must be text"),
         (b'{"title": "y"}', "line 1: not a document"),
         (b'{"text": "\\ud800"}', "line 1: .*is not Unicode"),
     ],
 )
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
 def test_a_fault_has_its_place_and_remedy(tmp_path: Path, raw: bytes, says: str, suffix: str) -> None:
-    """Whatever is wrong in JSON lines is an `InputError` with file, line and what to do, gzipped or not."""
-    (tmp_path / f"some{suffix}").write_bytes(gzip.compress(raw) if suffix.endswith("gz") else raw)
-    with pytest.raises(InputError, match=rf"some{suffix}, {says}"):
-        read(tmp_path / f"some{suffix}")
+    """Whatever is wrong in JSON lines is a fault with file, line and what to do, gzipped or not; the other lines are read."""
+    whole = raw + b'\n{"text": "last", "id": 7}\n'
+    (tmp_path / f"some{suffix}").write_bytes(gzip.compress(whole) if suffix.endswith("gz") else whole)
+    documents, report = read(tmp_path / f"some{suffix}")
+    [fault] = report.faults.values()
+    assert re.search(rf"some{suffix}, {says}", fault)
+    assert documents[-1] == Document("7", "", "last")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,177 @@
+"""Readers of files that are no plain text, by their suffixes: each yields place, text and fault of a file's parts."""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from collections.abc import Callable, Iterator
+from datetime import date, datetime, time
+from email import message_from_bytes, policy
+from email.message import EmailMessage, MIMEPart
+from pathlib import Path
+from typing import Any
+
+from cacheblend.base.errors import InputError
+
+from .markup_text import book_parts, fiction_parts, html_text, open_document_parts, slide_parts, word_parts
+from .pdf_text import markdown_table, pdf_parts
+from .text_encoding import decoded
+
+Parts = Iterator[tuple[str, str, str]]
+MAX_UNPACKED_BYTES = 512 * 2**20  # of an archive's members, as its directory says; more than that is not unpacked
+MAX_MEMBERS = 20_000
+_OLE = b"\xd0\xcf\x11\xe0"  # of the Office of before 2007, in which a newer file with a password is packed
+_HEADERS = ("From", "To", "Cc", "Date", "Subject")
+_NUMBER_FORMAT = re.compile(r"[#0?][#0?,]*(?:\.([0#?]+))?")
+_UNIT = re.compile(r'"([^"]*)"|\[\$([^\]-]*)|([€$£¥])')
+
+
+def read_parts(path: Path) -> Parts:
+    """The parts of a file of `READERS`; raises InputError for one that is sound and not read, with the remedy."""
+    suffix = path.suffix.lower()
+    with path.open("rb") as file:
+        head = file.read(1024)
+    if head.startswith(_OLE):
+        raise InputError("locked with a password; save it without one" if suffix in READERS else f"{OLD_KINDS.get(suffix)}")
+    is_archive = zipfile.is_zipfile(path)
+    if suffix in OLD_KINDS:  # by a name alone
+        suffix = f"{suffix}x" if is_archive else ".rtf" if head.startswith(b"{\\rtf") else ".html" if b"<" in head[:64] else ""
+    if is_archive:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+        if len(members) > MAX_MEMBERS or sum(member.file_size for member in members) > MAX_UNPACKED_BYTES:
+            raise InputError(f"unpacks to more than {MAX_UNPACKED_BYTES // 2**20} MiB or {MAX_MEMBERS} members; split it")
+    return READERS.get(suffix, _plain_parts)(path)
+
+
+def _plain_parts(path: Path) -> Parts:
+    yield "", decoded(path.read_bytes()) or "", ""
+
+
+def _html_parts(path: Path) -> Parts:
+    yield "", html_text(path.read_bytes()), ""
+
+
+def _rtf_parts(path: Path) -> Parts:
+    from striprtf.striprtf import rtf_to_text
+
+    yield "", rtf_to_text(path.read_bytes().decode("latin-1"), errors="replace"), ""
+
+
+def _notebook_parts(path: Path) -> Parts:
+    """The cells of a notebook, code in fences, and what the cells printed."""
+    pieces = list[str]()
+    for cell in json.loads(path.read_bytes())["cells"]:
+        source = "".join(cell.get("source", ""))
+        pieces.append(f"```\n{source}\n```" if cell.get("cell_type") == "code" else source)
+        for output in cell.get("outputs", ()):
+            pieces.append("".join(output.get("text") or output.get("data", {}).get("text/plain") or output.get("evalue", "")))
+    yield "", "\n\n".join(filter(str.strip, pieces)), ""
+
+
+def _mail_parts(path: Path) -> Parts:
+    raw = path.read_bytes()
+    raw = (decoded(raw) or "").encode() if b"\0" in raw[:1024] else raw  # saved in UTF-16
+    yield "", _mail_text(message_from_bytes(raw, policy=policy.default)), ""
+
+
+def _mailbox_parts(path: Path) -> Parts:
+    """The mails of a mailbox, each of which begins with a line "From "."""
+    for number, raw in enumerate(re.split(rb"^From .*\n", path.read_bytes(), flags=re.MULTILINE)[1:], 1):
+        yield f"message={number}", _mail_text(message_from_bytes(raw, policy=policy.default)), ""
+
+
+def _mail_text(message: EmailMessage) -> str:
+    """The headers that people read, the text, and the texts and the names of what is attached."""
+    pieces = ["\n".join(f"{name}: {message[name]}" for name in _HEADERS if message[name])]
+    kinds = ("html", "plain") if message.get_content_type() == "multipart/related" else ("plain", "html")
+    body = message.get_body(kinds)
+    if body is not None:
+        pieces.append(_content(body))
+    for part in message.iter_attachments() if message.is_multipart() else ():
+        name = part.get_filename() or ""
+        text = _content(part) if part.get_content_maintype() in ("text", "message") else ""
+        pieces.append(f"Attachment: {name}\n\n{text}".strip() if name or text else "")
+    return "\n\n".join(filter(str.strip, pieces))
+
+
+def _content(part: MIMEPart) -> str:
+    if part.get_content_maintype() == "message":
+        return "\n\n".join(_mail_text(inner) for inner in part.iter_parts() if isinstance(inner, EmailMessage))
+    raw = part.get_payload(decode=True)
+    raw = raw if isinstance(raw, bytes) else b""
+    try:
+        text = raw.decode(part.get_content_charset() or "utf-8")
+    except (LookupError, UnicodeDecodeError):
+        text = decoded(raw) or ""
+    return html_text(text.encode(), is_page=False) if part.get_content_subtype() == "html" and text.strip() else text
+
+
+def _sheet_parts(path: Path) -> Parts:
+    """The sheets of a workbook as tables of what the cells show, each with the rows above as lines."""
+    from openpyxl import load_workbook
+
+    for sheet in load_workbook(path, data_only=True).worksheets:
+        shown = {place: _shown(cell) for place, cell in sheet._cells.items()}  # a million rows may be empty
+        for merged in sheet.merged_cells.ranges:
+            text = shown.get((merged.min_row, merged.min_col), "")
+            shown |= {place: text for place in merged.cells if place in shown}
+        columns = sorted({column for (_, column), text in shown.items() if text})
+        rows = sorted({row for (row, _), text in shown.items() if text})
+        blocks = list[list[list[str]]]()
+        for at, row in enumerate(rows):
+            cells = [shown.get((row, column), "") for column in columns]
+            is_head = all(not text or not re.match(r"[\d.,%€$£¥-]+$", text) for text in cells)
+            if at == 0 or (row > rows[at - 1] + 1 and is_head):
+                blocks.append([])
+            blocks[-1].append(cells)
+        yield f"sheet={sheet.title}", "\n\n".join(map(_block, blocks)), ""
+
+
+def _block(rows: list[list[str]]) -> str:
+    """A table without empty columns, after its first rows as lines while they have one text each."""
+    title = 0
+    while title < len(rows) and len(set(filter(None, rows[title]))) == 1 and len(rows[0]) > 1:
+        title += 1
+    lines = ["".join(dict.fromkeys(filter(None, row))) for row in rows[:title]]
+    columns = [column for column in zip(*rows[title:], strict=True) if any(column)]
+    return "\n\n".join([*lines, markdown_table(list(zip(*columns, strict=True)))]).strip()
+
+
+def _shown(cell: Any) -> str:
+    """A cell as the sheet shows it, and its comment."""
+    value, text = cell.value, str(cell.value)
+    form = (cell.number_format or "").partition(";")[0]
+    if value is None:
+        text = ""
+    elif isinstance(value, bool):
+        text = text.upper()
+    elif isinstance(value, datetime):
+        text = str(value.date() if value.time() == time() else value)
+    elif isinstance(value, int | float) and not isinstance(value, date):
+        found, units = _NUMBER_FORMAT.search(_UNIT.sub("", form)), ["".join(unit) for unit in _UNIT.findall(form)]
+        decimals, comma = len(found[1] or "") if found else 0, "," if found and "," in found[0] else ""
+        text = f"{value:{comma}.{decimals}{'%' if '%' in form else 'f'}}" if found else f"{value:.15g}"
+        is_before = bool(units) and form.find(units[0]) < form.find("0")
+        text = f"{units[0]}{text}" if is_before else " ".join([text, *units[:1]]).strip()
+    note = " ".join(cell.comment.text.rpartition("Comment:\n")[2].split()) if cell.comment else ""
+    return f"{text} (comment: {note})" if note else text
+
+
+READERS: dict[str, Callable[[Path], Parts]] = {
+    ".pdf": pdf_parts,
+    **dict.fromkeys((".html", ".htm", ".xhtml"), _html_parts),
+    **dict.fromkeys((".docx", ".docm", ".dotx", ".dotm"), word_parts),
+    **dict.fromkeys((".pptx", ".pptm", ".ppsx", ".ppsm", ".potx"), slide_parts),
+    **dict.fromkeys((".xlsx", ".xlsm", ".xltx", ".xltm"), _sheet_parts),
+    **dict.fromkeys((".odt", ".ods", ".odp", ".ott", ".fodt", ".fods", ".fodp"), open_document_parts),
+    ".epub": book_parts,
+    ".fb2": fiction_parts,
+    ".rtf": _rtf_parts,
+    ".ipynb": _notebook_parts,
+    **dict.fromkeys((".eml", ".mhtml", ".mht"), _mail_parts),
+    ".mbox": _mailbox_parts,
+}
+_SAVE = "is not read; save it as"
+OLD_KINDS = {".doc": f"{_SAVE} .docx", ".xls": f"{_SAVE} .xlsx", ".ppt": f"{_SAVE} .pptx"}
