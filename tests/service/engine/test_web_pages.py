@@ -17,7 +17,7 @@ from cacheblend.service.engine.web_pages import WebFiles, is_public
 ARTICLE = "The lamp of the lighthouse is lit at dusk, and put out when the sun is up. " * 9
 MENU = "<nav><ul><li><a href='/a'>Imprint</a></li><li><a href='/b'>Careers</a></li></ul></nav>"
 PAGE = "<html><head><title>House &amp; garden</title></head><body><p>The gate is green. Größe</p></body></html>"
-needs_documents = pytest.mark.skipif(find_spec("markitdown") is None, reason="needs the extra documents")
+needs_documents = pytest.mark.skipif(find_spec("pypdfium2") is None, reason="needs the extra documents")
 release = threading.Event()
 asked: list[str] = []
 
