@@ -322,7 +322,7 @@ def _read_text(path: Path, where: str) -> str:
     with _opened(path, where) as file:
         raw = file.read(MAX_SAMPLE_BYTES)
         kind = (mimetypes.guess_type(name)[0] or "").partition("/")[0]
-        if kind in ("image", "audio", "video", "font") and (name.endswith(".svg") or decoded(raw) is None):
+        if kind in ("image", "font") or (kind in ("audio", "video") and decoded(raw) is None):  # some texts' names are theirs
             raise NoTextError(f"{where}: {kind}; describe it in a text file")
         if (text := decoded(raw)) is not None:
             raw += file.read(MAX_TEXT_BYTES + 1 - len(raw))  # a device or a file that grows has no end

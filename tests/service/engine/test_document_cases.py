@@ -99,11 +99,7 @@ def test_pages_without_text_are_named() -> None:
     """A page that is damaged, a picture, or in fonts that say no characters is named, and the others are read."""
     assert CASES is not None
     _, report = read(CASES / "01-pdf-one-bad-page", CASES / "03-pdf-partly-scanned", CASES / "09-pdf-glyph-names")
-    said = {
-        place.partition(".pdf, ")[2]: why
-        for place, why in [*report.skipped.items(), *report.faults.items()]
-        if ".pdf, " in place
-    }
+    said = {place.partition(".pdf, ")[2]: why for place, why in (report.skipped | report.faults).items() if ".pdf" in place}
     assert {place: "OCR" in why for place, why in said.items()} == {"page 2": True, "page 2, 3": True}
     assert list(report.skipped.values()) == [BLANK]
 

@@ -106,7 +106,7 @@ def test_a_shorter_file_leaves_no_page_behind(client: httpx.Client, monkeypatch:
         ("broken.docx", b"PK no archive"),
         ("bad.jsonl", b"{"),
         ("picture.png", b"\x89PNG"),
-        ("a#b.txt", b"text"),
+        ("a.txt#page=b.txt", b"text"),
     ],
 )
 def test_bad_files(client: httpx.Client, name: str, raw: bytes) -> None:
@@ -207,7 +207,7 @@ def test_bad_forms(client: httpx.Client) -> None:
     assert (missing.status_code, missing.json()["error"]["param"]) == (400, "file")
     for headers in (form, {"Content-Type": "multipart/form-data"}):
         assert client.post("/v1/documents", content=b"no form", headers=headers).status_code == 400
-    for id_ in ("a#b", "x" * 201, "a\nb"):
+    for id_ in ("a#page=1", "x" * 201, "a\nb"):
         assert post(client, "a.txt", raw, id=id_).json()["error"]["param"] == "id"
     assert "'purpose': is no field" in post(client, "a.txt", raw, purpose="batch").json()["error"]["message"]
     assert post(client, "a.txt", b"x" * 30_000).status_code == 413
