@@ -30,7 +30,7 @@ CONVERTED_SUFFIXES = re.compile(
 MARKDOWN_SUFFIXES = ("", ".md", ".markdown", ".mdx", ".txt")  # and the converted; "# " elsewhere is a comment
 CSV_SUFFIXES = (".csv", ".tsv")
 # A file's part, and the file.
-_PART = re.compile(r"(.+)#(?:page|slide|sheet|line|message)=.+", re.DOTALL)
+_PART = re.compile(r"\A(.+)#(?:page|slide|sheet|line|message)=.+", re.DOTALL)
 # The head of a Markdown table, and its rows.
 _TABLE = re.compile(r"^(\|[^\n]*\n\|(?:[ :]*-+[ :]*\|)+[ \t]*\n)(?:\|[^\n]*\n?)*+", re.MULTILINE)
 _URL = re.compile(r"https?://[^/?#]*(?P<path>[^?#]*)", re.IGNORECASE)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-_CODE = re.compile(r"(?!(?:1\d|20)\d\d$).*\d")  # a word with digits that is no year
+_CODE = re.compile(r"\A(?!(?:1\d|20)\d\d$).*\d")  # a word with digits that is no year
 BATCH_CHUNKS = 128  # embedded and added together: enough that chunks of like length are neighbours
 CANDIDATES = 50  # of each ranking that is fused
 FIRST_ROUND_SHARE = 2 / 3  # of the chunks that the first round of two decides

@@ -122,7 +122,7 @@ def _sheet_parts(path: Path) -> Parts:
         blocks = list[list[list[str]]]()
         for at, row in enumerate(rows):
             cells = [shown.get((row, column), "") for column in columns]
-            is_head = all(not text or not re.match(r"[\d.,%€$£¥-]+$", text) for text in cells)
+            is_head = all(not text or not re.match(r"\A[\d.,%€$£¥-]++\Z", text) for text in cells)
             if at == 0 or (row > rows[at - 1] + 1 and is_head):
                 blocks.append([])
             blocks[-1].append(cells)
