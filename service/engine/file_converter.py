@@ -245,23 +245,24 @@ def main() -> None:
         while (came := socket.recv_fds(paths, MAX_PATH_BYTES, 1))[1]:
             path, (writing,) = Path(json.loads(came[0])), came[1]
             if not os.fork():
-                try:
-                    paths.close()
-                    with open(writing, "w", encoding="ascii") as answers:
-                        answers.write(_confined_answer(path) + "\n")
-                finally:
-                    os._exit(0)
+                paths.close()
+                _end_with_answer(path, writing)
             os.close(writing)
             os.wait()
 
 
-def _confined_answer(path: Path) -> str:
-    """The answer of a process that ends with it, as JSON."""
-    lacks = confine(path)
+def _end_with_answer(path: Path, writing: int) -> None:
+    """Confine this process, write its answer, and end it."""
     try:
-        return json.dumps({**_answer(path), "lacks": lacks})
-    except MemoryError:  # also of what makes the answer of the parts
-        return json.dumps({"error": f"{TOO_MUCH_MEMORY}; split it"})
+        lacks = confine(path)
+        try:
+            answer = json.dumps({**_answer(path), "lacks": lacks})
+        except MemoryError:  # also of what makes the answer of the parts
+            answer = json.dumps({"error": f"{TOO_MUCH_MEMORY}; split it"})
+        with open(writing, "w", encoding="ascii") as answers:
+            answers.write(answer + "\n")
+    finally:
+        os._exit(0)
 
 
 if __name__ == "__main__":
