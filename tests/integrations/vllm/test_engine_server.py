@@ -100,6 +100,23 @@ def test_misses_are_stored_while_the_server_idles(server: str) -> None:
     assert answer["kv_transfer_params"]["cacheblend"]["blended"]
 
 
+def test_passages_in_messages_are_blended_from_the_third_request_on(server: str) -> None:
+    """Texts that an application wrote into its message are hits in another order, once they came twice."""
+    texts = [f"The {animal} lives in the house. It is fed at noon, and sleeps all day. " * 3 for animal in ("bird", "horse")]
+
+    def messages(order: str, question: str) -> list[dict[str, str]]:
+        sources = "\n".join(f'<source id="{index}">{texts[int(index)].strip()}</source>' for index in order)
+        return [{"role": "user", "content": f"Answer.\n<context>\n{sources}\n</context>\n{question}"}]
+
+    first = post(server, "/v1/chat/completions", messages=messages("01", "Who sleeps?"))
+    assert first["kv_transfer_params"] is None
+    second = post(server, "/v1/chat/completions", messages=messages("01", "Who sings?"))
+    assert second["kv_transfer_params"]["cacheblend"] == {"blended": False, "reason": "not_stored"}
+    third = post_until_hits(server, 2, messages=messages("10", "Who sleeps?"))
+    assert third["kv_transfer_params"]["cacheblend"]["blended"]
+    assert third["usage"]["prompt_tokens"] == first["usage"]["prompt_tokens"]
+
+
 def test_streamed_answers_and_metrics(server: str) -> None:
     """A streamed chat over documents streams, bad documents are a client's error, and the counters are on vLLM's own page."""
     body = {"model": "tiny", **ANSWER, "stream": True, "messages": [{"role": "user", "content": "Who?"}], "documents": DOCS}
