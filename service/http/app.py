@@ -200,14 +200,20 @@ class YieldingConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         """A client has connected; where there is no place for it, it has that of another."""
         super().connection_made(transport)
-        self._came = time.monotonic()
+        self._came, self._standing = time.monotonic(), 0
         others = [
             one for one in self.connections if one is not self and isinstance(one, YieldingConnection) and not one.is_owed
         ]
         if others and len(self.connections) >= (self.limit_concurrency or MAX_CONNECTIONS):
-            least = min(others, key=lambda one: (len({ADMITTED, "tenant"} & one._state.keys()), one._came))
+            least = min(others, key=lambda one: (one.standing, one._came))
             least.transport.abort()
             self.connections.discard(least)  # now, and not when it has ended
+
+    @property
+    def standing(self) -> int:
+        """Up to 2 for a key and for a request that was let through, once: a request that just comes has neither yet."""
+        self._standing = max(self._standing, (ADMITTED in self._state) + ("tenant" in self._state))
+        return self._standing
 
     @property
     def is_owed(self) -> bool:
