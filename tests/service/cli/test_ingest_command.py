@@ -93,6 +93,22 @@ def test_a_folder_with_bad_files(run: CommandLine, tmp_path: Path) -> None:
     assert run.on_store("ask", "Wer ist Ada?", "--json").json["chunks"][0]["document_id"] == "good.txt"  # type: ignore[index]
 
 
+def test_prune(run: CommandLine, tmp_path: Path) -> None:
+    """`--prune` deletes what no source has any more, and nothing while one of the files cannot be read."""
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    for name in ("old.txt", "kept.txt"):
+        (folder / name).write_text(f"The news of {name} are short.")
+    assert run.on_store("ingest", str(folder)).code == 0
+    (folder / "old.txt").rename(folder / "new.txt")
+    (folder / "bad.txt").write_bytes(b"\x01")
+    assert "nothing is pruned" in run.on_store("ingest", str(folder), "--prune").err
+    (folder / "bad.txt").unlink()
+    assert "deleted, since no source has them any more: old.txt" in run.on_store("ingest", str(folder), "--prune").err
+    listed = run("documents", "ls", "--store-dir", str(run.store), "--json").json["documents"]
+    assert sorted(one["id"] for one in listed) == ["kept.txt", "new.txt"]  # type: ignore[attr-defined, index]
+
+
 def end_by_sigterm() -> None:
     if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:  # the command's own
         os.kill(os.getpid(), signal.SIGTERM)
