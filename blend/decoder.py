@@ -364,7 +364,8 @@ class Decoder:
         positions_N = torch.cat([torch.arange(first, first + len(ids), device=self.device) for ids in sequences])
         token_ids_N = torch.tensor([token for ids in sequences for token in ids], device=self.device)
         # Sequences after a shared prefix are turned by its factors: its keys are rotated already.
-        ends_N = torch.cat([torch.full((len(ids),), (first or len(ids)) - 1, device=self.device) for ids in sequences])
+        ends = [] if self.rope_border is None else [(first or len(ids)) - 1 for ids in sequences for _ in ids]
+        ends_N = torch.tensor(ends, device=self.device) if ends else None
         given = self._enter(positions_N, ends_N, input_ids=token_ids_N[None])
         hidden_1NM, rotary = self._state(given), self._rotary(given, len(positions_N))
         masks = {
