@@ -209,11 +209,15 @@ class YieldingConnection(H11Protocol):
             least.transport.abort()
             self.connections.discard(least)  # now, and not when it has ended
 
+    def on_response_complete(self) -> None:
+        """An answer has ended; the request that comes next has no standing of its own yet."""
+        self._standing = self.standing
+        super().on_response_complete()
+
     @property
     def standing(self) -> int:
-        """Up to 2 for a key and for a request that was let through, once: a request that just comes has neither yet."""
-        self._standing = max(self._standing, (ADMITTED in self._state) + ("tenant" in self._state))
-        return self._standing
+        """Up to 2, for a key and for a request that was let through, now or before."""
+        return max(self._standing, (ADMITTED in self._state) + ("tenant" in self._state))
 
     @property
     def is_owed(self) -> bool:
