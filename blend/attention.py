@@ -282,7 +282,7 @@ class RowKernel:
         if library.prepare() != 0:
             raise OSError("the system does not let this process use AMX")
         self._rotate = function(library, "rotate", "pllllppllii")
-        self._call = function(library, "row_attention", "ppppllllffpippl", fails=True)
+        self._call = function(library, "row_attention", "ppppllllffpiplp", fails=True)
 
     def attend(
         self,
@@ -295,11 +295,13 @@ class RowKernel:
         window: int | None,
         softcap: float | None,
         sinks_Q: torch.Tensor | None = None,
-        weights_QN: torch.Tensor | None = None,
+        weights_2K: torch.Tensor | None = None,
+        weighed_from: int = 0,
     ) -> torch.Tensor:
         """Attention output (1, S, Q, D); the arguments are those of the function `attend`, the rows a sorted LongTensor.
 
-        `weights_QN` is a float32 output for the last row's weights over the keys that it sees; None to skip it.
+        `weights_2K` is a float32 output for weights over the keys up to the last row's, summed over heads: of all rows from
+        `weighed_from` on, and of the last row; None to skip it.
         """
         _, heads, rows, size = q_1QSD.shape
         operands = [x if x.stride(-1) == 1 else x.contiguous() for x in (q_1QSD, k_1HND, v_1HND)]
@@ -319,8 +321,8 @@ class RowKernel:
             None if sinks_Q is None else sinks_Q.data_ptr(),
             torch.get_num_threads(),
             out_1SQD.data_ptr(),
-            None if weights_QN is None else weights_QN.data_ptr(),
-            0 if weights_QN is None else weights_QN.shape[1],
+            weighed_from,
+            None if weights_2K is None else weights_2K.data_ptr(),
         )
         if failed:
             raise MemoryError(f"the system has no memory left for the attention of {rows} rows over {k_1HND.shape[2]} keys")
@@ -415,8 +417,10 @@ def _error_of(kernel: RowKernel, dtype: torch.dtype, head_size: int) -> float:
             scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(1, -1, len(positions_S), 1)], -1)
         weights = torch.softmax(scores, -1)[..., :keys]
         expected = (weights @ v_1QND).transpose(1, 2)
-        last_QN = torch.zeros(kv_heads * groups, keys)
+        weights_2K = torch.zeros(2, keys)
         how: dict[str, Any] = {"scaling": head_size**-0.5, "window": window, "softcap": softcap, "sinks_Q": sinks}
-        got = kernel.attend(q_1QSD, k_1HND, v_1HND, positions_S, weights_QN=last_QN, **how)
-        errors += [(got - expected).abs().max(), (last_QN - weights[0, :, -1]).abs().max()]
+        got = kernel.attend(q_1QSD, k_1HND, v_1HND, positions_S, weights_2K=weights_2K, weighed_from=3, **how)
+        errors.append((got - expected).abs().max())
+        for got_K, of_rows in zip(weights_2K, (weights[0, :, 3:], weights[0, :, -1:]), strict=True):
+            errors.append((got_K - of_rows.sum((0, 1))).abs().max() / of_rows[..., 0].numel())
     return float(torch.stack(errors).max())

@@ -220,10 +220,11 @@ class Fusion:
             self._rotate(layer, layer_kv, cos_sin_N, to_rotate)
             layer_pass = QuestionPass(layer_kv, question, runner.windows[layer])
             hidden_1SM = runner.run_question(layer, hidden_1SM, rows, cos_sin_N, layer_pass)
-            # Layer 0's stored KV is exact; a layer that looks elsewhere than at the reusable tokens counts as much.
-            if layer > 0:
-                attention_N = runner.reduce(layer_pass.attention_N)
-                attention_LN[layer] = attention_N / (attention_N * reusable_N).sum().clamp_min(torch.finfo(torch.float32).tiny)
+            if layer > 0:  # layer 0's stored KV is exact
+                attention_2N = runner.reduce(layer_pass.attention_2N)
+                # A layer that looks elsewhere than at the reusable tokens counts as much, and the last row as much as all.
+                on_reusable_21 = (attention_2N * reusable_N).sum(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+                attention_LN[layer] = (attention_2N / on_reusable_21).mean(0)
             self._read[layer] = layer_kv
             reports.append(LayerReport(layer, len(rows), wait_s, time.perf_counter() - arrived))
             yield reports[-1]

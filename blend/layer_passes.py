@@ -5,8 +5,8 @@ by token; attention is called once for every run of sequences of equal length. T
 computed once, and each sequence attends to it.
 
 The question's pass scores tokens for recomputation, before the blend. A stored token's error reaches the answer through
-attention, so every token's weight in the attention of the prompt's last token is summed over heads and layers. ProphetKV and
-QCFuse sum the weights of all question tokens; the last token's gave a lower KL to full prefill (docs/what-did-not-work.md).
+attention, so every token's weight in the attention of all question tokens (ProphetKV, QCFuse) and in that of the prompt's last
+token is summed over heads and layers. The last token's weights alone lose the second hop of a question (docs/adr/007).
 
 Shapes: B sequences of a run, T tokens of each, N tokens of all or of the prompt, P tokens of a shared prefix, H KV heads,
 G query heads of a KV head, Q = H x G query heads, S rows of the pass, X = S x G, K keys whose KV is known, D head size.
@@ -227,7 +227,8 @@ def question_rows(prompt: Prompt) -> Tensor:
 class Question:
     """The rows from `question_rows`, and their attention masks, made once for each kind of layer.
 
-    `unread_N` is a boolean mask (N,) of the cache misses, whose KV is not known yet. The rows' own KV is known.
+    `unread_N` is a boolean mask (N,) of the cache misses, whose KV is not known yet. The rows' own KV is known. `first_row` is
+    the first row of the question itself.
     """
 
     def __init__(self, rows: Rows, unread_N: Tensor, device: torch.device) -> None:
@@ -237,6 +238,9 @@ class Question:
         self._key_K = readable_N.nonzero()[:, 0]
         self.readable_K = None if bool(readable_N.all()) else upload(self._key_K, device)
         self.among_readable_S = torch.searchsorted(self._key_K, rows.positions_S)
+        gaps = (rows.positions_S.diff() > 1).nonzero()[:, 0] + 1
+        self._starts = [0, *gaps.tolist()]
+        self.first_row = self._starts[-1]
         self._blocks: dict[object, list[Block]] = {}
 
     def blocks(self, window: int | None, dtype: torch.dtype) -> list[Block]:
@@ -244,9 +248,8 @@ class Question:
         kind = window, dtype
         if kind not in self._blocks:
             positions_S, among_S = self.rows.positions_S, self.among_readable_S.tolist()
-            gaps = (positions_S.diff() > 1).nonzero()[:, 0] + 1
             self._blocks[kind] = blocks = []
-            for first, stop in pairwise([0, *gaps.tolist(), len(positions_S)]):
+            for first, stop in pairwise([*self._starts, len(positions_S)]):
                 seen = among_S[stop - 1] + 1
                 hidden_from = among_S[first] + 1 if window is None else 0
                 hidden_BT = _hidden(self._key_K[hidden_from:seen], positions_S[first:stop, None], window)
@@ -260,7 +263,7 @@ class QuestionPass(CachePass):
     """The question's rows through one layer over stored KV, keys rotated; the question's own KV is put into it.
 
     Attributes:
-        attention_N: float32 (N,), the weights of the last row, in the mean over heads.
+        attention_2N: float32 (2, N), weights in the sum over heads: of all rows of the question, and of the last row.
         form: how the layer's KV is stored; the runner sets it.
     """
 
@@ -268,7 +271,7 @@ class QuestionPass(CachePass):
 
     def __init__(self, layer_kv: LayerKV, question: Question, window: int | None) -> None:
         self._layer_kv, self._question, self._window = layer_kv, question, window
-        self.attention_N = torch.zeros(layer_kv.k_1HND.shape[2], device=layer_kv.k_1HND.device)
+        self.attention_2N = torch.zeros(2, layer_kv.k_1HND.shape[2], device=layer_kv.k_1HND.device)
 
     def update(self, k_1HSD: Tensor, v_1HSD: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
         """Put the rows' keys and values into the layer; return the layer's known KV."""
@@ -280,14 +283,17 @@ class QuestionPass(CachePass):
         return self.form.unpack(*pair)
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Tensor:
-        """Attention output (1, S, Q, D); sets `attention_N`."""
+        """Attention output (1, S, Q, D); sets `attention_2N`."""
         kernel, scores = row_kernel(q.dtype, q.device, q.shape[-1]), scores_of(q, kw)
         is_served = v.shape[-1] == q.shape[-1]
         if kernel is not None and is_served and (self._window is None or self._question.readable_K is None):
-            weights_QK = torch.zeros(q.shape[1], k.shape[2])
-            at_S = self._question.among_readable_S
-            out = kernel.attend(q, k, v, at_S, window=self._window, weights_QN=weights_QK, **scores)
-            self._add(weights_QK.mean(0))
+            question = self._question
+            # The last row sees all keys.
+            weights_2K, first = torch.zeros(2, k.shape[2]), question.first_row
+            out = kernel.attend(
+                q, k, v, question.among_readable_S, window=self._window, weights_2K=weights_2K, weighed_from=first, **scores
+            )
+            self._add(weights_2K)
             return out
         heads, groups = k.shape[1], q.shape[1] // k.shape[1]
         q_HSGD = q[0].unflatten(0, (heads, groups)).transpose(1, 2)
@@ -296,11 +302,12 @@ class QuestionPass(CachePass):
             q_HXD, k_HKD, v_HKD = q_HSGD[:, block.rows].flatten(1, 2), k[0, :, : block.stop], v[0, :, : block.stop]
             weights_HXK = attention_weights(q_HXD, k_HKD, block, **scores)
             outputs.append(torch.matmul(weights_HXK, v_HKD).unflatten(1, (-1, groups)))
-        self._add(weights_HXK[:, -groups:].float().mean((0, 1)))  # of the last row; the last block sees all keys
+        # The last block is the question's rows, and sees all keys.
+        self._add(torch.stack([weights_HXK[:, -of:].float().sum((0, 1)) for of in (weights_HXK.shape[1], groups)]))
         return torch.cat(outputs, dim=1).transpose(0, 1).flatten(1, 2)[None].contiguous()
 
-    def _add(self, attention_K: Tensor) -> None:
+    def _add(self, attention_2K: Tensor) -> None:
         if self._question.readable_K is None:
-            self.attention_N += attention_K
+            self.attention_2N += attention_2K
         else:
-            self.attention_N.index_add_(0, self._question.readable_K, attention_K)
+            self.attention_2N.index_add_(1, self._question.readable_K, attention_2K)

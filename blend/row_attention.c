@@ -392,23 +392,27 @@ static void weigh(Workspace *work, int x, int low, int high, int count, float sc
     work->total[x] += sum_in(total);
 }
 
-/* Weights of the queries from x0 to before x1, all of one row, over its keys, from `first` to before `stop`, once their largest
-   scores and totals are known. The rows of `weights` are those of the queries. */
-static void weigh_again(Workspace *work, const Element *keys, int x0, int x1, int64_t first, int64_t stop, float scaling,
-                        float softcap, float *weights, int64_t weights_row) {
+/* Adds up the weights of the queries from `from` to before `count`, each over the keys that it sees, once their largest scores and
+   totals are known: of all of them in `sums`, of those from `of_last` on, the last row's, in the `keys_sum` numbers after. */
+static void weigh_again(Workspace *work, const Element *keys, const int64_t *positions, int64_t x0, int from, int count, int of_last,
+                        int64_t groups, int64_t window, float scaling, float softcap, float *sums, int64_t keys_sum) {
     float factor = 1.44269504f * (softcap > 0 ? 1.0f : scaling);
+    int64_t first = first_seen(positions[(x0 + from) / groups], window), stop = positions[(x0 + count - 1) / groups] + 1;
     for (int64_t start = first / GROUP * GROUP; start < stop; start += KEYS) {
-        int seen = (int)smaller(KEYS, stop - start), hidden = (int)larger(0, first - start);
-        int padded = (seen + GROUP - 1) / GROUP * GROUP;
-        score(work, x1, keys + start * HEAD_SIZE, padded);
-        for (int x = x0; x < x1; x++) {
-            float *row = work->scores[x];
+        int seen = (int)smaller(KEYS, stop - start), padded = (seen + GROUP - 1) / GROUP * GROUP;
+        score(work, count, keys + start * HEAD_SIZE, padded);
+        for (int x = from; x < count; x++) {
+            int64_t position = positions[(x0 + x) / groups];
+            int low = (int)larger(0, first_seen(position, window) - start), high = (int)smaller(seen, position + 1 - start);
+            float *row = work->scores[x], *all_rows = sums + start, *last_row = all_rows + keys_sum;
             if (softcap > 0) soft_cap(row, padded, scaling, softcap);
             for (int i = 0; i < padded; i += WIDTH) {
                 Floats weight = power_of_two(load(row + i) * factor - work->largest[x] * factor);
                 store(row + i, weight * (1.0f / work->total[x]));
             }
-            memcpy(weights + (x - x0) * weights_row + start + hidden, row + hidden, (seen - hidden) * sizeof(float));
+            for (int i = low; i < high; i++) all_rows[i] += row[i];
+            if (x >= of_last)
+                for (int i = low; i < high; i++) last_row[i] += row[i];
         }
     }
 }
@@ -422,8 +426,8 @@ static int64_t first_seen(int64_t position, int64_t window) {
    a key's to the next's. */
 static void attend(Workspace *work, const Rows *q, const int64_t *positions, int64_t x0, int64_t queries, int64_t h,
                    int64_t kv_heads, int64_t groups, int64_t window, const Element *keys, const Element *values,
-                   int64_t value_row, float scaling, float softcap, const float *sinks, Element *out, float *last,
-                   int64_t last_keys) {
+                   int64_t value_row, float scaling, float softcap, const float *sinks, Element *out,
+                   int64_t weighed_from, float *sums, int64_t keys_sum) {
     int count = (int)smaller(QUERIES, queries - x0);
     memset(work->queries[count], 0, (QUERIES - count) * sizeof work->queries[0]);
     memset(work->sums, 0, sizeof work->sums);
@@ -444,12 +448,9 @@ static void attend(Workspace *work, const Rows *q, const int64_t *positions, int
         }
         add_values(work, count, values + start * value_row, value_row, seen);
     }
-    int of_last = (int)larger(0, queries - groups - x0); /* the first query here of the last row */
-    if (last != NULL && of_last < count) {
-        int64_t seen = positions[(queries - 1) / groups] + 1, head = h * groups + (x0 + of_last) % groups;
-        weigh_again(work, keys, of_last, count, first_seen(seen - 1, window), seen, scaling, softcap, last + head * last_keys,
-                    last_keys);
-    }
+    int from = (int)larger(0, weighed_from * groups - x0), of_last = (int)larger(0, queries - groups - x0);
+    if (sums != NULL && from < count)
+        weigh_again(work, keys, positions, x0, from, count, of_last, groups, window, scaling, softcap, sums, keys_sum);
     for (int x = 0; x < count; x++) {
         int64_t row = (x0 + x) / groups, group = (x0 + x) % groups;
         Element *to = out + ((row * kv_heads + h) * groups + group) * HEAD_SIZE;
@@ -459,20 +460,27 @@ static void attend(Workspace *work, const Rows *q, const int64_t *positions, int
     }
 }
 
-/* Writes the rows' output, (S, H x G, D), and unless `last` is NULL the weights of the last row's queries over the keys that
-   they see, (H x G, last_keys). `positions` are sorted; `window`: see `first_seen`; `sinks` are (H x G) scores of no key,
-   or NULL. Returns 0, or 1 where memory is short. */
+/* Writes the rows' output, (S, H x G, D), and unless `weights` is NULL the sums of weights over heads, (2, N): of the rows from
+   `weighed_from` on, and of the last row. `positions` are sorted; `window`: see `first_seen`; `sinks` are (H x G) scores of no
+   key, or NULL. Returns 0, or 1 where memory is short. */
 int row_attention(const Rows *q, const Rows *k, const Rows *v, const int64_t *positions, int64_t rows, int64_t kv_heads,
                   int64_t groups, int64_t window, float scaling, float softcap, const float *sinks, int threads, Element *out,
-                  float *last, int64_t last_keys) {
+                  int64_t weighed_from, float *weights) {
     int64_t first = first_seen(positions[0], window) / GROUP, stop = positions[rows - 1] + 1;
     int64_t key_groups = (stop + GROUP - 1) / GROUP, head = key_groups * GROUP * HEAD_SIZE;
     int64_t queries = rows * groups, tasks = (queries + QUERIES - 1) / QUERIES;
     int64_t head_bytes = (1 + PACKS_VALUES) * head * (int64_t)sizeof(Element);
     int64_t together = smaller(kv_heads, larger(1, PACKED / head_bytes)); /* KV heads that are packed at a time */
     size_t packed = (size_t)(together * head_bytes), own = (sizeof(Workspace) + 63) / 64 * 64;
+    /* What each task adds up stays apart, so that sums do not depend on which thread was first. */
+    int64_t first_weighed = weighed_from * groups / QUERIES, weighed = tasks - first_weighed, numbers = 2 * stop;
+    float *sums = weights == NULL ? NULL : calloc(kv_heads * weighed * numbers, sizeof(float));
     char *memory = aligned_alloc(64, packed + threads * own);
-    if (memory == NULL) return 1;
+    if (memory == NULL || (weights != NULL && sums == NULL)) {
+        free(memory);
+        free(sums);
+        return 1;
+    }
     Element *packed_keys = (Element *)memory, *packed_values = packed_keys + together * head;
 #pragma omp parallel num_threads(threads)
     {
@@ -491,14 +499,25 @@ int row_attention(const Rows *q, const Rows *k, const Rows *v, const int64_t *po
                 }
 #pragma omp for schedule(dynamic, 1)
             for (int64_t task = 0; task < tasks * heads; task++) { /* the last queries see the most keys */
-                int64_t h = task % heads, x0 = (tasks - 1 - task / heads) * QUERIES;
+                int64_t h = task % heads, part = tasks - 1 - task / heads, x0 = part * QUERIES;
+                int is_weighed = sums != NULL && part >= first_weighed;
+                float *own_sums = is_weighed ? sums + ((h0 + h) * weighed + part - first_weighed) * numbers : NULL;
                 const Element *values = PACKS_VALUES ? packed_values + h * head : v->at + (h0 + h) * v->head;
                 attend(work, q, positions, x0, queries, h0 + h, kv_heads, groups, window, packed_keys + h * head, values,
-                       PACKS_VALUES ? HEAD_SIZE : v->row, scaling, softcap, sinks, out, last, last_keys);
+                       PACKS_VALUES ? HEAD_SIZE : v->row, scaling, softcap, sinks, out, weighed_from, own_sums, stop);
+            }
+        }
+        if (sums != NULL) {
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < numbers; i++) {
+                float sum = 0;
+                for (int64_t part = 0; part < kv_heads * weighed; part++) sum += sums[part * numbers + i];
+                weights[i] = sum;
             }
         }
         end_thread();
     }
     free(memory);
+    free(sums);
     return 0;
 }

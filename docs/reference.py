@@ -66,7 +66,7 @@ def blend(
     # 1. Lay the stored KV out at the segments' new positions, and rotate its keys there.
     cache = _lay_out(model, segments)
 
-    # 2. Score the tokens: the question runs over the stored KV, and each layer adds the attention of its last row.
+    # 2. Score the tokens: the question runs over the stored KV, and each layer adds the attention of its rows, and of the last.
     attention_LN = torch.zeros(len(layers), len(ids_N))
     if by == "question" and 0 < ratio < 1:
         attention_LN = _question_attention(model, ids_N, reusable_N, cache)
@@ -106,7 +106,7 @@ def _lay_out(model: Any, segments: Sequence[tuple[Sequence[int], KV | None]]) ->
 
 
 def _question_attention(model: Any, ids_N: Tensor, reusable_N: Tensor, cache: KV) -> Tensor:
-    """Attention (L, N) of the prompt's last token over the stored KV, summed over each layer and the layers after it.
+    """Attention (L, N) of the question's tokens, and of the last, to the stored KV, summed over a layer and those after it.
 
     The last question tokens run, and fresh tokens at the prompt's start: the first one is the attention sink.
     """
@@ -124,8 +124,9 @@ def _question_attention(model: Any, ids_N: Tensor, reusable_N: Tensor, cache: KV
         k_HND[:, rows_S] = _rotate(model, k_HSD, rows_S)
         out_SX, weights_QSN = _attend(_rotate(model, q_QSD, rows_S), k_HND, v_HND, visible_SN)
         if layer > 0:  # layer 0's stored KV is exact
-            attention_N = weights_QSN[:, -1].mean(0)
-            attention_LN[layer] = attention_N / attention_N[reusable_N].sum()
+            for rows in (weights_QSN[:, -len(question) :], weights_QSN[:, -1:]):
+                attention_N = rows.mean((0, 1))
+                attention_LN[layer] += attention_N / attention_N[reusable_N].sum() / 2
         hidden_SM = _finish(module, hidden_SM, out_SX)
     attention_LN[-1] = attention_LN[-2]
     attention_LN[:-1] = attention_LN[:-1].flip(0).cumsum(0).flip(0)

@@ -45,8 +45,9 @@ def test_it_is_the_model_s_own_attention(name: str) -> None:
     model.set_attn_implementation("eager")
     output = model(torch.tensor([[*BOS, *ids, *question]]), output_attentions=True)
     model.set_attn_implementation("sdpa")
-    last_LC = torch.stack([weights[0, :, -1, 1:31].mean(0) for weights in output.attentions[1:-1]])
-    expected_C = (last_LC / last_LC.sum(1, keepdim=True)).sum(0)
+    weights_LQSC = torch.stack([weights[0, :, -6:, 1:31] for weights in output.attentions[1:-1]])
+    of_all_LC, of_last_LC = weights_LQSC.mean((1, 2)), weights_LQSC[:, :, -1].mean(1)
+    expected_C = sum(x_LC / x_LC.sum(1, keepdim=True) for x_LC in (of_all_LC, of_last_LC)).sum(0) / 2
     segments = [Segment(BOS), Segment(ids, fusor.precompute(ids, BOS)), Segment(question)]
     torch.testing.assert_close(heard(fusor, segments), expected_C, rtol=1e-3, atol=1e-5)
 

@@ -99,11 +99,13 @@ def compare(
     k_1HND, v_1HND = torch.randn(2, 1, kv_heads, keys + 7, head_size, generator=generator).to(dtype)[:, :, :, :keys]
     output, weights = dense(q_1QSD, k_1HND[:, :, :seen], v_1HND[:, :, :seen], rows_S, 0.2, window, softcap)
     k_1HND[:, :, seen:], v_1HND[:, :, seen:] = torch.nan, torch.nan
-    last_QN = torch.zeros(kv_heads * groups, seen)
-    got = kernel.attend(q_1QSD, k_1HND, v_1HND, rows_S, scaling=0.2, window=window, softcap=softcap, weights_QN=last_QN)
+    sums_2K, first = torch.zeros(2, seen), len(rows_S) // 3
+    how = {"scaling": 0.2, "window": window, "softcap": softcap}
+    got = kernel.attend(q_1QSD, k_1HND, v_1HND, rows_S, weights_2K=sums_2K, weighed_from=first, **how)
     off = 2e-2 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(got.float(), output, rtol=off, atol=off)
-    torch.testing.assert_close(last_QN, weights[0, :, -1], rtol=off, atol=off / 200)
+    for sum_K, rows_QSK in zip(sums_2K, (weights[0, :, first:], weights[0, :, -1:]), strict=True):
+        torch.testing.assert_close(sum_K, rows_QSK.sum((0, 1)), rtol=off, atol=off / 200 * rows_QSK[..., 0].numel())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
