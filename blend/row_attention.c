@@ -392,6 +392,11 @@ static void weigh(Workspace *work, int x, int low, int high, int count, float sc
     work->total[x] += sum_in(total);
 }
 
+/* The first position that a row sees: of `window` positions, its own the last; below 0, from a multiple of -window on. */
+static int64_t first_seen(int64_t position, int64_t window) {
+    return window < 0 ? position - position % -window : larger(0, position + 1 - window);
+}
+
 /* Adds up the weights of the queries from `from` to before `count`, each over the keys that it sees, once their largest scores and
    totals are known: of all of them in `sums`, of those from `of_last` on, the last row's, in the `keys_sum` numbers after. */
 static void weigh_again(Workspace *work, const Element *keys, const int64_t *positions, int64_t x0, int from, int count, int of_last,
@@ -415,11 +420,6 @@ static void weigh_again(Workspace *work, const Element *keys, const int64_t *pos
                 for (int i = low; i < high; i++) last_row[i] += row[i];
         }
     }
-}
-
-/* The first position that a row sees: of `window` positions, its own the last; below 0, from a multiple of -window on. */
-static int64_t first_seen(int64_t position, int64_t window) {
-    return window < 0 ? position - position % -window : larger(0, position + 1 - window);
 }
 
 /* Output of QUERIES queries of head h from query x0 on, over its packed keys and its values, whose `value_row` numbers are from
