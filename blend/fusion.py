@@ -109,6 +109,7 @@ class Fusion:
         self._runner, self._prompt, self._selector, self._source, self._sink = runner, prompt, selector, source, sink
         self._deviation: tuple[Tensor, Tensor] | None = None  # the positions measured, and theirs on the device
         self._attention_LN = torch.zeros(1, len(prompt))  # what the question attends to from each layer on; 0: not asked
+        self._bridge_N = torch.zeros(len(prompt), dtype=torch.bool)
         self._turns: dict[Hashable, Turn] = {}  # by the kind of rotary embedding
         self._shared: dict[int, LayerKV] = {}  # layers whose KV later layers read
         self._read: dict[int, LayerKV] = {}  # layers that the question pass has read, keys rotated, until they are run
@@ -228,6 +229,7 @@ class Fusion:
             self._read[layer] = layer_kv
             reports.append(LayerReport(layer, len(rows), wait_s, time.perf_counter() - arrived))
             yield reports[-1]
+        self._bridge_N = prompt.bridges_N()
         self._attention_LN = attention_LN.flip(0).cumsum(0).flip(0).cpu()
 
     def _filter(self, layer: int, layer_kv: LayerKV, cos_sin_N: CosSin) -> tuple[Tensor, bool]:
@@ -270,6 +272,7 @@ class Fusion:
             candidates_C,
             deviation_C,
             self._attention_LN[min(layer, len(self._attention_LN) - 1), candidates_C],
+            self._bridge_N[candidates_C],
             self._prompt.offset_N[candidates_C],
             len(positions_S) - len(candidates_C),
         )

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from .interfaces import KVGeometry
 
 
+BRIDGE_TOKENS = 3  # of a run that links chunks; two in a row are often grammar
+TOKEN_BITS = 21  # of a token id, so that a run fits 64 bits
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
     """A run of the prompt's tokens.
@@ -101,6 +105,29 @@ class Prompt:
     def reusable_tokens(self) -> int:
         """Number of tokens that the recompute ratio counts."""
         return int(self.reusable_N.sum())
+
+    def bridges_N(self) -> torch.Tensor:
+        """Boolean mask (N,) of the reusable tokens that link chunks: names, dates, terms that several chunks have.
+
+        These are the tokens of `BRIDGE_TOKENS` in a row that occur in two segments with KV, and in at most half of them.
+        """
+        lengths = torch.tensor([len(segment.token_ids) for segment in self.segments])
+        segment_N = torch.arange(len(lengths)).repeat_interleave(lengths)
+        start_R = torch.arange(max(0, len(self) - BRIDGE_TOKENS + 1))
+        start_R = start_R[self.reusable_N[start_R] & (segment_N[start_R] == segment_N[start_R + BRIDGE_TOKENS - 1])]
+        ids_N, key_R = torch.tensor(self.token_ids), torch.zeros_like(start_R)
+        for place in range(BRIDGE_TOKENS):
+            key_R = key_R << TOKEN_BITS | ids_N[start_R + place]
+        _, run_R = key_R.unique(return_inverse=True)
+        # A run counts once in each of its segments.
+        once = (run_R * len(lengths) + segment_N[start_R]).unique()
+        segments_R = torch.bincount(once // len(lengths), minlength=1)[run_R]
+        most = max(2, len(segment_N[start_R].unique()) // 2)
+        start_B = start_R[(segments_R > 1) & (segments_R <= most)]
+        bridge_N = torch.zeros(len(self), dtype=torch.bool)
+        for place in range(BRIDGE_TOKENS):
+            bridge_N[start_B + place] = True
+        return bridge_N
 
     def cached(self, *, exact_only: bool = False) -> list[tuple[int, int, KVHandle]]:
         """(start, stop, kv) of every segment whose KV is read, in order."""

@@ -9,6 +9,7 @@ size, M hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from cacheblend.blend.selectors import Schedule
 
 Tensor = torch.Tensor
 KV = list[tuple[Tensor, Tensor]]  # keys and values (H, T, D) of each layer
-MAX_QUESTION_TOKENS, MAX_START_TOKENS = 64, 256
+MAX_QUESTION_TOKENS, MAX_START_TOKENS, BRIDGE_WEIGHT = 64, 256, 4
 SCHEDULES = {"question": Schedule(0.9, first_layer_multiple=1), "deviation": Schedule(0.3)}
 
 
@@ -70,6 +71,7 @@ def blend(
     attention_LN = torch.zeros(len(layers), len(ids_N))
     if by == "question" and 0 < ratio < 1:
         attention_LN = _question_attention(model, ids_N, reusable_N, cache)
+        attention_LN[:, _bridges([ids for ids, kv in segments if kv is not None], reusable_N)] *= BRIDGE_WEIGHT
     rows_S = _choose(everywhere_N, reusable_N, attention_LN[0], counts[0])
 
     # 3. Run the chosen tokens through the layers, fewer from layer to layer, against the stored KV of all others.
@@ -131,6 +133,17 @@ def _question_attention(model: Any, ids_N: Tensor, reusable_N: Tensor, cache: KV
     attention_LN[-1] = attention_LN[-2]
     attention_LN[:-1] = attention_LN[:-1].flip(0).cumsum(0).flip(0)
     return attention_LN
+
+
+def _bridges(chunks: Sequence[Sequence[int]], reusable_N: Tensor) -> Tensor:
+    """Positions of tokens that link chunks: three in a row that occur in two chunks, and in at most half of them."""
+    runs = [[tuple(ids[start : start + 3]) for start in range(len(ids) - 2)] for ids in chunks]
+    found = Counter(run for of_chunk in runs for run in set(of_chunk))
+    most, linking = max(2, len(chunks) // 2), list[bool]()
+    for ids, of_chunk in zip(chunks, runs, strict=True):
+        starts = {start for start, run in enumerate(of_chunk) if 1 < found[run] <= most}
+        linking += [not starts.isdisjoint(range(place - 2, place + 1)) for place in range(len(ids))]
+    return reusable_N.nonzero()[:, 0][torch.tensor(linking)]
 
 
 def _choose(rows_S: Tensor, reusable_N: Tensor, score_N: Tensor, count: int) -> Tensor:

@@ -9,13 +9,16 @@ import torch
 
 from .selector import Schedule, SelectionStep
 
+BRIDGE_WEIGHT = 4  # of a token that links chunks; 2 and 11 lose more (docs/adr/007)
+
 
 @dataclass(frozen=True, slots=True)
 class QuestionAttention:
     """The tokens of the question's highest attention over the stored KV (ProphetKV; QCFuse), fewer from layer to layer.
 
-    Recomputing a token in a layer changes its KV in this layer and in later ones. So each layer scores tokens by its own
-    attention and that of later layers.
+    Tokens that link chunks count several times: over them the first hop of a question leads to the second, and a chunk's stored
+    KV knows no other chunk. Recomputing a token in a layer changes its KV in this layer and in later ones. So each layer scores
+    tokens by its own attention and that of later layers.
     """
 
     schedule: ClassVar[Schedule] = Schedule(0.9, first_layer_multiple=1, uses_question_attention=True)
@@ -31,4 +34,4 @@ class QuestionAttention:
         keep = self.schedule.counts(step.reusable, step.layers, self.ratio, step.fresh)[step.layer]
         if step.layer == 1 and len(step.candidates_C) < step.reusable:
             step.deviation_C()  # measured once, for `FusionResult.deviation`
-        return step.top(step.attention_C, keep)
+        return step.top(step.attention_C * (1 + (BRIDGE_WEIGHT - 1) * step.bridge_C), keep)

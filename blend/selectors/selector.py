@@ -96,6 +96,7 @@ class SelectionStep:
             ones; returns float32 (C,). Not available at layer 0, where nothing has run yet.
         attention_C: float32, the question's attention over the stored KV (`QuestionPass`), summed over this layer and
             those after it; 0 where the selector does not read it.
+        bridge_C: boolean, whether a candidate links chunks (`Prompt.bridges_N`); false where the selector reads no attention.
         offset_C: LongTensor, each candidate's index in its chunk.
         fresh: number of other rows that run.
     """
@@ -106,6 +107,7 @@ class SelectionStep:
     candidates_C: torch.Tensor
     deviation_C: Callable[[], torch.Tensor]
     attention_C: torch.Tensor
+    bridge_C: torch.Tensor
     offset_C: torch.Tensor
     fresh: int = 0
 

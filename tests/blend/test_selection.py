@@ -14,7 +14,7 @@ from prompts import BOS, chunk, draw_ids
 from tiny_models import tiny_model
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.blend import SELECTORS, ExplicitPositions, FusionConfig, Fusor, Schedule, Segment, SelectionStep
+from cacheblend.blend import SELECTORS, ExplicitPositions, FusionConfig, Fusor, Prompt, Schedule, Segment, SelectionStep
 
 BAD_RATIOS: list[Any] = [-0.1, 1.1, float("nan"), "0.15", True]
 
@@ -76,8 +76,22 @@ def step_at(layer: int, candidates: int, reusable: int, **known: torch.Tensor) -
         candidates_C=torch.arange(candidates),
         deviation_C=lambda: known.get("deviation", torch.arange(float(candidates), 0, -1)),
         attention_C=known.get("attention", torch.zeros(candidates)),
+        bridge_C=known.get("bridge", torch.zeros(candidates, dtype=torch.bool)),
         offset_C=known.get("offset", torch.arange(candidates)),
     )
+
+
+def test_runs_that_link_chunks() -> None:
+    """Three tokens in a row link the chunks that have them, not within one chunk, nor if most chunks have them."""
+    fusor, name, title = Fusor(tiny_model("llama")), [11, 12, 13], [21, 22, 23]
+    chunks = [[*title, 5, *name, 6], [*title, 7, 31, 32, 33, 31, 32, 33], [*title, *name], [*title, 9, 11, 12]]
+    stored = [Segment(ids, fusor.precompute(ids, BOS)) for ids in chunks]
+    prompt = Prompt.of([Segment([*BOS, *name]), *stored, Segment([11, 12])])
+    assert [prompt.token_ids[place] for place in prompt.bridges_N().nonzero()[:, 0]] == name + name
+    assert not Prompt.of([Segment([1]), Segment([2])]).bridges_N().any()
+    step = step_at(4, 4, 12, attention=torch.tensor([2.0, 1, 3, 5]), bridge=torch.tensor([False, True, False, False]))
+    links = SELECTORS["question_attention"](0.5).select(step)
+    assert links.tolist() == [False, True, False, True]
 
 
 @pytest.mark.parametrize("reusable", [100, 101, 102, 103])
