@@ -19,7 +19,7 @@ from cacheblend.blend.selectors import Schedule
 
 Tensor = torch.Tensor
 KV = list[tuple[Tensor, Tensor]]  # keys and values (H, T, D) of each layer
-MAX_QUESTION_TOKENS, MAX_START_TOKENS, BRIDGE_WEIGHT = 64, 256, 4
+MAX_QUESTION_TOKENS, MAX_START_TOKENS, BRIDGE_WEIGHT = 64, 256, 2
 SCHEDULES = {"question": Schedule(0.9, first_layer_multiple=1), "deviation": Schedule(0.3)}
 
 

@@ -9,14 +9,14 @@ import torch
 
 from .selector import Schedule, SelectionStep
 
-BRIDGE_WEIGHT = 4  # of a token that links chunks; 2 and 11 lose more (docs/adr/007)
+BRIDGE_WEIGHT = 2  # of a token that links chunks (docs/adr/007)
 
 
 @dataclass(frozen=True, slots=True)
 class QuestionAttention:
     """The tokens of the question's highest attention over the stored KV (ProphetKV; QCFuse), fewer from layer to layer.
 
-    Tokens that link chunks count several times: over them the first hop of a question leads to the second, and a chunk's stored
+    Tokens that link chunks count twice: over them the first hop of a question leads to the second, and a chunk's stored
     KV knows no other chunk. Recomputing a token in a layer changes its KV in this layer and in later ones. So each layer scores
     tokens by its own attention and that of later layers.
     """

@@ -89,7 +89,7 @@ def test_runs_that_link_chunks() -> None:
     prompt = Prompt.of([Segment([*BOS, *name]), *stored, Segment([11, 12])])
     assert [prompt.token_ids[place] for place in prompt.bridges_N().nonzero()[:, 0]] == name + name
     assert not Prompt.of([Segment([1]), Segment([2])]).bridges_N().any()
-    step = step_at(4, 4, 12, attention=torch.tensor([2.0, 1, 3, 5]), bridge=torch.tensor([False, True, False, False]))
+    step = step_at(4, 4, 12, attention=torch.tensor([2.0, 2, 3, 5]), bridge=torch.tensor([False, True, False, False]))
     links = SELECTORS["question_attention"](0.5).select(step)
     assert links.tolist() == [False, True, False, True]
 
