@@ -70,7 +70,7 @@ def test_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_modules, "MEMORY_PART", 1e-9)
     assert not cpu_modules.is_worth_packing(model)
     plain = Fusor(model)
-    assert [any(isinstance(m, cpu_modules.SharingLinear) for m in f.decoder._layers[0].modules()) for f in (packed, plain)] == [
+    assert [any(isinstance(m, cpu_modules.SharingLinear) for m in f.decoder.layers[0].modules()) for f in (packed, plain)] == [
         True,
         False,
     ]
