@@ -333,7 +333,7 @@ class Catalog:
     def texts(self, after: int = 0) -> Iterator[tuple[int, str, str, str]]:
         """Index id, document's id and title, and text of every chunk, one document after the other, read as they are used.
 
-        With `after` the chunks of higher index ids alone.
+        With `after` only chunks of higher index ids.
         """
         query = f"SELECT c.id, d.id, d.title, c.text {JOINED} WHERE c.id > ? ORDER BY c.id"
         with self._errors():

@@ -1,6 +1,6 @@
 """Passages in the texts of prompts: stored chunks word for word, what applications write around retrieved texts, and prose.
 
-What a passage is follows from the text and the stored chunks alone. Every step looks at a character a bounded number of times.
+Only the text and the stored chunks say what a passage is. Every step looks at a character a bounded number of times.
 """
 
 from __future__ import annotations

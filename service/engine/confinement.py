@@ -2,7 +2,7 @@
 
 seccomp leaves the calls of `CALLS`: no socket, program, process, thread or signal, nothing that changes a file or another
 process. Landlock leaves the file and the folders of Python's libraries, which import some of their parts late. Both are of
-Linux and bind the process for good, whoever runs in it. The hook refuses Python's calls alone, elsewhere too.
+Linux and bind the process for good, whoever runs in it. The hook refuses only Python's calls, elsewhere too.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class AnswerPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Seconds of each stage. TTFT is defined here alone.
+    """Seconds of each stage; TTFT is defined here.
 
     Args:
         retrieve_s: embedding the question and searching the index; 0 where documents were brought.
