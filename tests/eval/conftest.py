@@ -72,6 +72,7 @@ def documents(tmp_path: Path) -> Path:
     """A folder of two documents of several chunks."""
     folder = tmp_path / "handbook"
     folder.mkdir()
-    (folder / "travel.md").write_text("# Travel\n\n" + "Travel abroad is signed off by the head of the unit. " * 25)
-    (folder / "rooms.txt").write_text("Rooms are booked at the front desk before noon. " * 25)
+    travel = "".join(f"Travel abroad is signed off by the head of unit {unit}. " for unit in range(25))
+    (folder / "travel.md").write_text(f"# Travel\n\n{travel}")
+    (folder / "rooms.txt").write_text("".join(f"Room {room} is booked at the front desk before noon. " for room in range(25)))
     return folder
