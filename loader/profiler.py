@@ -192,12 +192,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def measure_tiers(
-    geometry: KVGeometry,
-    directory: Path,
-    config: LoaderConfig,
-    *,
-    chunk_tokens: int,
-    repeats: int,
+    geometry: KVGeometry, directory: Path, config: LoaderConfig, *, chunk_tokens: int, repeats: int
 ) -> dict[str, TierSpeed]:
     """Measure the tiers "ram" and "nvme" by loading prompts of two chunk sizes, without computing.
 

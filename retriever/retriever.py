@@ -101,9 +101,7 @@ class Retriever(IndexedDocuments):
         self._closed = False
 
     def add(
-        self,
-        documents: Iterable[Document | Mapping[str, object]],
-        on_progress: Callable[[int, int], None] | None = None,
+        self, documents: Iterable[Document | Mapping[str, object]], on_progress: Callable[[int, int], None] | None = None
     ) -> AddReport:
         """Add documents; one whose id and text are known already is skipped, one with a known id and another text replaces it.
 

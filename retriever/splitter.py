@@ -83,13 +83,7 @@ class PlainTokenizer:
         return [token for token in token_ids if token in self._controls]
 
     def cut(
-        self,
-        text: str,
-        max_tokens: int,
-        overlap_tokens: int = 0,
-        *,
-        at_sentences: bool = False,
-        check: Check = lambda: None,
+        self, text: str, max_tokens: int, overlap_tokens: int = 0, *, at_sentences: bool = False, check: Check = lambda: None
     ) -> list[str]:
         """Cut `text` every `max_tokens` tokens, by LangChain's token splitter; no piece is empty.
 

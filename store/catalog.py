@@ -160,11 +160,7 @@ class Catalog:
             return self._last_ns
 
     def change(
-        self,
-        *,
-        add: Sequence[CatalogEntry] = (),
-        remove: Iterable[str] = (),
-        chunks: Iterable[tuple[str, str]] = (),
+        self, *, add: Sequence[CatalogEntry] = (), remove: Iterable[str] = (), chunks: Iterable[tuple[str, str]] = ()
     ) -> None:
         """Add entries and remove others in one transaction, synced to the disk on return.
 

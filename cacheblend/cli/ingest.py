@@ -40,12 +40,7 @@ ASK_FROM_BYTES = 2 * GIB
 
 @options.accepts(EngineConfig, RayConfig, VllmConfig, without=(*OF_ANSWERS, *OF_READING))
 def ingest(
-    sources: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="FILE|DIR|URL|-...", help="Text, code, PDF, Office, HTML, mails, JSON lines; folders, patterns, URLs, -."
-        ),
-    ],
+    sources: Annotated[list[str], typer.Argument(metavar="FILE|DIR|URL|-...", help="Files, folders, patterns, URLs, or -.")],
     model: Annotated[
         str | None, typer.Option("--model", "-m", envvar="CACHEBLEND_MODEL", help=f"{options.MODEL_HELP} Not with --vllm.")
     ] = None,
@@ -60,10 +55,11 @@ def ingest(
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Split, index and precompute documents. What is stored already is skipped, so an interrupted run goes on where it was.
+    """Split, index and precompute documents: text, code, PDF, Office, HTML, EPUB, mails, JSON lines.
 
-    Documents are read one by one, files twice: once to check and count them all, before the model is loaded. Of several files,
-    those that cannot be used are listed at the end, and the exit code is 1. Hidden and ignored files are left out.
+    What is stored already is skipped, so an interrupted run goes on where it was. Files are read one by one, and twice: once to
+    check and count them all, before the model is loaded. Of several files, those that cannot be used are listed at the end, and
+    the exit code is 1. Hidden and ignored files are left out.
 
     Examples:
         cacheblend ingest handbook/ "papers/**/*.pdf" notes.docx --model ./model
@@ -89,9 +85,7 @@ def ingest(
             elif ray.ray is not None:
                 report = _ingest_on_ray(sources, stream, _config(settings, model, store_dir), ray, yes=yes)
             else:
-                report = _ingest_here(
-                    stream, _config(settings, model, store_dir), sources if watch else (), yes=yes, prune=prune
-                )
+                report = _ingest(stream, _config(settings, model, store_dir), sources if watch else (), yes=yes, prune=prune)
     except KeyboardInterrupt:
         terminal.note("interrupted; what was done is stored, and the same command goes on from there")
         if not watch:  # which ends by a signal and in no other way
@@ -137,9 +131,7 @@ def _interrupted_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _ingest_here(
-    stream: DocumentStream, config: EngineConfig, folders: Sequence[str], *, yes: bool, prune: bool
-) -> IngestReport:
+def _ingest(stream: DocumentStream, config: EngineConfig, folders: Sequence[str], *, yes: bool, prune: bool) -> IngestReport:
     """Ingest a stream, delete what it has no more, then follow the changes of folders, if there are any."""
     try:
         size = _measured(stream)

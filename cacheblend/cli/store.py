@@ -91,8 +91,7 @@ def stat(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: optio
 def verify(
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     repair: Annotated[
-        bool,
-        typer.Option("--repair", help="Repair what is found: damaged files are set aside, lost ones entered."),
+        bool, typer.Option("--repair", help="Repair what is found: damaged files are set aside, lost ones entered.")
     ] = False,
     as_json: options.Json = False,
 ) -> None:

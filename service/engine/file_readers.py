@@ -6,7 +6,7 @@ import json
 import re
 import zipfile
 from collections.abc import Callable, Iterator
-from datetime import date, datetime, time
+from datetime import datetime, time
 from email import message_from_bytes, policy
 from email.message import EmailMessage, MIMEPart
 from pathlib import Path
@@ -23,8 +23,8 @@ MAX_UNPACKED_BYTES = 512 * 2**20  # of an archive's members, as its directory sa
 MAX_MEMBERS = 20_000
 _OLE = b"\xd0\xcf\x11\xe0"  # of the Office of before 2007, in which a newer file with a password is packed
 _HEADERS = ("From", "To", "Cc", "Date", "Subject")
-_NUMBER_FORMAT = re.compile(r"[#0?][#0?,]*(?:\.([0#?]+))?")
-_UNIT = re.compile(r'"([^"]*)"|\[\$([^\]-]*)|([€$£¥])')
+_NUMBER_FORMAT = re.compile(r"[#0?][#0?,]*(?:\.([#0?]+))?(?: ?%)?(?:E[+-]0+)?")
+_FORMAT_MARKS = re.compile(r'\[\$([^]-]*)[^]]*\]|\[[^]]*\]|[_*].|["\\]')  # of currencies, colours, blanks, quoted texts
 
 
 def read_parts(path: Path) -> Parts:
@@ -141,20 +141,17 @@ def _block(rows: list[list[str]]) -> str:
 
 def _shown(cell: Any) -> str:
     """A cell as the sheet shows it, and its comment."""
-    value, text = cell.value, str(cell.value)
-    form = (cell.number_format or "").partition(";")[0]
-    if value is None:
-        text = ""
-    elif isinstance(value, bool):
+    value, text = cell.value, str(cell.value if cell.value is not None else "")
+    if isinstance(value, bool):
         text = text.upper()
-    elif isinstance(value, datetime):
-        text = str(value.date() if value.time() == time() else value)
-    elif isinstance(value, int | float) and not isinstance(value, date):
-        found, units = _NUMBER_FORMAT.search(_UNIT.sub("", form)), ["".join(unit) for unit in _UNIT.findall(form)]
-        decimals, comma = len(found[1] or "") if found else 0, "," if found and "," in found[0] else ""
-        text = f"{value:{comma}.{decimals}{'%' if '%' in form else 'f'}}" if found else f"{value:.15g}"
-        is_before = bool(units) and form.find(units[0]) < form.find("0")
-        text = f"{units[0]}{text}" if is_before else " ".join([text, *units[:1]]).strip()
+    elif isinstance(value, datetime) and value.time() == time():
+        text = str(value.date())
+    elif isinstance(value, int | float):
+        text = f"{value:.15g}"
+        form = _FORMAT_MARKS.sub(r"\1", (cell.number_format or "").partition(";")[0])
+        if found := _NUMBER_FORMAT.search(form):
+            kind = f"{',' * (',' in found[0])}.{len(found[1] or '')}{'%' if '%' in found[0] else 'f'}"
+            text = f"{form[: found.start()]}{value:{kind}}{form[found.end() :]}".strip()
     note = " ".join(cell.comment.text.rpartition("Comment:\n")[2].split()) if cell.comment else ""
     return f"{text} (comment: {note})" if note else text
 

@@ -10,7 +10,7 @@ import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from operator import itemgetter
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,10 +24,7 @@ NO_LANGUAGE = "its fonts do not say which characters they draw; make a text by O
 ODD_SHARE = 0.3  # of characters that no language has, in a text that is none
 LATIN_SHARE = 0.5  # of accented letters: 0.15 in Vietnamese, nearly all where the bytes of another script are shown
 CELL_GAP = 0.6  # between two cells, in heights of a line; words are less apart, or in one box
-CELL_WIDTH, MAX_CELL_WIDTH = (
-    0.22,
-    0.35,
-)  # of a page, that half of a table's cells, and all of them, have at most; prose is wider
+CELL_WIDTH, MAX_CELL_WIDTH = 0.22, 0.35  # of a page, that half of a table's cells, and all, have at most; prose is wider
 FILLED = 0.6  # of a table's cells, at least; formulas in a text leave more of them empty
 TABLE_ROWS, TABLE_COLUMNS = 3, 3  # of a table: two columns may be prose, and PDFium reads a table of two row by row
 _FORMS = re.compile("[\ufb00-\ufb06\ufb50-\ufdff\ufe70-\ufefc]+")  # ligatures, letters in the shape of their place
@@ -133,36 +130,30 @@ def _rows(boxes: Sequence[Rectangle]) -> list[list[Rectangle]]:
     """The boxes of each line of a page, from the top, each from the left."""
     rows = list[list[Rectangle]]()
     for box in sorted(boxes, key=lambda box: -(box[1] + box[3])):
-        last = rows[-1][0] if rows else None
-        if last and abs(box[1] + box[3] - last[1] - last[3]) < max(box[3] - box[1], last[3] - last[1], 2):
-            rows[-1].append(box)
-        else:
-            rows.append([box])
+        _, low, _, high = rows[-1][0] if rows else (0, inf, 0, 0)
+        if abs(box[1] + box[3] - low - high) >= max(box[3] - box[1], high - low, 2):
+            rows.append([])
+        rows[-1].append(box)
     return [sorted(row) for row in rows]
 
 
 def _tables(rows: Sequence[Sequence[Rectangle]], width: float) -> Iterator[list[list[list[Rectangle]]]]:
     """Tables of a page: rows that follow each other, of cells, of boxes; a cell without text is empty."""
-    split = [_cells(row) for row in rows]
+    split = [_runs(row, CELL_GAP * max(4.0, *(box[3] - box[1] for box in row))) for row in rows]
     # The second line of a cell belongs to the table, too.
     short = [len(line) == 1 and line[0][-1][2] - line[0][0][0] <= CELL_WIDTH * width for line in split]
     inside = [len(line) > 1 or (at > 0 and short[at] and len(split[at - 1]) > 1) for at, line in enumerate(split)]
-    for is_table, group in groupby(zip(inside, split, strict=True), key=itemgetter(0)):
-        lines = [line for _, line in group]
+    for is_table, group in groupby(range(len(split)), key=inside.__getitem__):
+        lines = [split[at] for at in group]
         if not is_table or sum(len(line) > 1 for line in lines) < TABLE_ROWS:
             continue
-        cells = [(left, right) for line in lines for left, _, right, _ in map(_around, line)]
-        columns = list[list[float]]()  # where no cell of another column begins or ends
-        for left, right in sorted(cells):
-            if columns and left < columns[-1][1]:
-                columns[-1][1] = max(right, columns[-1][1])
-            else:
-                columns.append([left, right])
-        widths = [(right - left) / width for left, right in cells]
+        cells = [_around(cell) for line in lines for cell in line]
+        columns = [_around(run) for run in _runs(cells, 0)]
+        widths = [(right - left) / width for left, _, right, _ in cells]
         is_narrow = median(widths) <= CELL_WIDTH and max(widths) <= MAX_CELL_WIDTH
         if len(columns) >= TABLE_COLUMNS and is_narrow and len(cells) >= FILLED * len(columns) * len(lines):
             row_boxes = [[box for cell in line for box in cell] for line in lines]
-            yield [[[box for box in row if begin <= box[0] <= end] for begin, end in columns] for row in row_boxes]
+            yield [[[box for box in row if begin <= box[0] <= end] for begin, _, end, _ in columns] for row in row_boxes]
 
 
 def _around(boxes: Sequence[Rectangle]) -> Rectangle:
@@ -171,15 +162,15 @@ def _around(boxes: Sequence[Rectangle]) -> Rectangle:
     return min(left), min(bottom), max(right), max(top)
 
 
-def _cells(row: Sequence[Rectangle]) -> list[list[Rectangle]]:
-    """The boxes of a line, together where hardly a gap is between them."""
-    cells, height = [[row[0]]], max(max(box[3] - box[1] for box in row), 4.0)
-    for box in row[1:]:
-        if box[0] - max(before[2] for before in cells[-1]) > CELL_GAP * height:
-            cells.append([box])
-        else:
-            cells[-1].append(box)
-    return cells
+def _runs(boxes: Sequence[Rectangle], gap: float) -> list[list[Rectangle]]:
+    """Boxes from the left, together where the gap between them is no wider."""
+    runs, end = list[list[Rectangle]](), -inf
+    for box in sorted(boxes):
+        if box[0] - end > gap:
+            runs.append([])
+        runs[-1].append(box)
+        end = max(end, box[2])
+    return runs
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:

@@ -67,11 +67,7 @@ def create_app(server: Server) -> FastAPI:
         redirect_slashes=False,  # the address to go to would be made of the request's Host
         dependencies=[Depends(HTTPBearer(auto_error=False))] if server.keys.required else [],
         responses={"default": {"description": 'An error: `{"error": {"message", "type", "param", "code"}}`.'}},
-        exception_handlers={
-            CacheBlendError: answer_error,
-            RequestValidationError: answer_error,
-            HTTPException: answer_error,
-        },
+        exception_handlers={CacheBlendError: answer_error, RequestValidationError: answer_error, HTTPException: answer_error},
     )
     app.state.server = server
     for routes in (chat.router, documents.router, router):

@@ -115,10 +115,7 @@ class Server:
             limits = scheduler.config
             self.preparing = preparing = CallPool("preparing requests", limits.max_waiting, at_once=4)
             background = partial(
-                CallPool,
-                pauses_while=lambda: scheduler.is_busy or preparing.is_busy,
-                share=BACKGROUND_SHARE,
-                low_priority=True,
+                CallPool, pauses_while=lambda: scheduler.is_busy or preparing.is_busy, share=BACKGROUND_SHARE, low_priority=True
             )
             self.uploads = background("uploads", limits.max_uploads)
             self.document_calls = CallPool("calls about documents", MAX_DOCUMENT_CALLS, per_tenant=2)
