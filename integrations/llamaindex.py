@@ -37,12 +37,7 @@ from .chat import OPTIONS, EngineChat, chunk_metadata, message_of, report
 
 __all__ = ["CacheBlendLLM", "CacheBlendRetriever"]
 
-ROLES = {
-    MessageRole.SYSTEM: "system",
-    MessageRole.DEVELOPER: "system",
-    MessageRole.USER: "user",
-    MessageRole.ASSISTANT: "assistant",
-}
+ROLES = {MessageRole(role): role for role in ("system", "user", "assistant")} | {MessageRole.DEVELOPER: "system"}
 
 
 class CacheBlendRetriever(BaseRetriever):

@@ -162,11 +162,8 @@ class Calibration:
     thresholds: Thresholds  # if no setting was within them, the one of least KL was chosen
 
     def __post_init__(self) -> None:
-        is_good = {
-            **{name: isinstance(getattr(self, name), str) for name in ("model", "prefix", "context")},
-            "selector": self.selector in SELECTORS,
-            "ratio": is_number(self.ratio) and 0 <= self.ratio <= 1,
-        }
+        is_good = {name: isinstance(getattr(self, name), str) for name in ("model", "prefix", "context")}
+        is_good |= {"selector": self.selector in SELECTORS, "ratio": is_number(self.ratio) and 0 <= self.ratio <= 1}
         for name, good in is_good.items():
             if not good:
                 raise ProfileError(f"a calibration cannot have {name}={getattr(self, name)!r}")

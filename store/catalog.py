@@ -44,15 +44,10 @@ SCHEMA = (
     "CREATE TABLE totals (entries INTEGER NOT NULL, bytes INTEGER NOT NULL)",
     "INSERT INTO totals VALUES (0, 0)",
     """CREATE TABLE documents (
-        id TEXT PRIMARY KEY,
-        version TEXT NOT NULL,
-        pinned INTEGER NOT NULL DEFAULT 0,
-        changed_ns INTEGER NOT NULL
+        id TEXT PRIMARY KEY, version TEXT NOT NULL, pinned INTEGER NOT NULL DEFAULT 0, changed_ns INTEGER NOT NULL
     ) WITHOUT ROWID""",
     """CREATE TABLE document_chunks (
-        document TEXT NOT NULL,
-        digest TEXT NOT NULL,
-        PRIMARY KEY (document, digest)
+        document TEXT NOT NULL, digest TEXT NOT NULL, PRIMARY KEY (document, digest)
     ) WITHOUT ROWID""",
     "CREATE INDEX document_chunks_by_digest ON document_chunks (digest)",
     f"""CREATE TRIGGER entry_added AFTER INSERT ON entries BEGIN

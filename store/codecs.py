@@ -154,11 +154,8 @@ class Int8Codec(Codec):
 
     def parts(self, layer: LayerShape) -> Sequence[EncodedShape]:
         heads, tokens, dim, _ = layer
-        return (
-            EncodedShape(torch.float32, (heads, 1, dim)),
-            EncodedShape(torch.float32, (heads, tokens, 1)),
-            EncodedShape(torch.int8, (2, heads, tokens, dim)),
-        )
+        scales = EncodedShape(torch.float32, (heads, 1, dim)), EncodedShape(torch.float32, (heads, tokens, 1))
+        return *scales, EncodedShape(torch.int8, (2, heads, tokens, dim))
 
     def pack(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> Sequence[torch.Tensor]:
         k_scale_H1D, v_scale_HT1 = _scale(k_HTD, 1, _INT8_LARGEST), _scale(v_HTD, 2, _INT8_LARGEST)
@@ -192,11 +189,8 @@ class Int4Codec(Codec):
 
     def parts(self, layer: LayerShape) -> Sequence[EncodedShape]:
         heads, tokens, dim, _ = layer
-        return (
-            EncodedShape(torch.float16, (2, heads, -(-tokens // GROUP), dim)),
-            EncodedShape(torch.float16, (2, heads, tokens, -(-dim // GROUP))),
-            EncodedShape(torch.uint8, (heads, tokens, dim)),
-        )
+        scales = [(2, heads, -(-tokens // GROUP), dim), (2, heads, tokens, -(-dim // GROUP))]
+        return *(EncodedShape(torch.float16, each) for each in scales), EncodedShape(torch.uint8, (heads, tokens, dim))
 
     def pack(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> Sequence[torch.Tensor]:
         k_range_2HGD, k_codes_HTD = _quantise(k_HTD, 1)

@@ -119,11 +119,8 @@ def pack_header(info: EntryInfo, checksums: Sequence[str]) -> bytes:
     offset = 0
     for layer, (shape, size) in enumerate(zip(info.shapes, info.sizes, strict=True)):
         # Zero-padded, so that readers that sort the names keep the layers' order.
-        table[f"layer_{layer:05d}"] = {
-            "dtype": _STORED_NAMES[str(shape.dtype)],
-            "shape": shape.shape,
-            "data_offsets": [offset, offset + size],
-        }
+        dtype, offsets = _STORED_NAMES[str(shape.dtype)], [offset, offset + size]
+        table[f"layer_{layer:05d}"] = {"dtype": dtype, "shape": shape.shape, "data_offsets": offsets}
         offset += size
     header = json.dumps(table, separators=(",", ":")).encode()
     header = header.ljust(-(-(LENGTH_BYTES + len(header)) // BLOCK_BYTES) * BLOCK_BYTES - LENGTH_BYTES)

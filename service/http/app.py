@@ -177,14 +177,8 @@ async def metrics(request: Request) -> Response:
 
 def _model(server: Server) -> dict[str, Any]:
     engine = next(iter(server.engines.values()))
-    return {
-        "id": server.model_name,
-        "object": "model",
-        "created": server.started,
-        "owned_by": "cacheblend",
-        "max_model_len": engine.fusor.max_positions,
-        "methods": list(METHODS),
-    }
+    own = {"max_model_len": engine.fusor.max_positions, "methods": list(METHODS)}
+    return {"id": server.model_name, "object": "model", "created": server.started, "owned_by": "cacheblend", **own}
 
 
 class YieldingConnection(H11Protocol):

@@ -182,12 +182,9 @@ class Generation:
         self._body, self._events = body, asyncio.Queue[tuple[int, Event]]()
         self._server: Server = request.app.state.server
         self._choices = [choice_class(index, body, self._server.token_bytes) for index in range(body.n or 1)]
-        self._head = {
-            "id": f"{choice_class.prefix}-{uuid.uuid4().hex}",
-            "object": choice_class.piece_kind if body.stream else choice_class.kind,
-            "created": int(time.time()),
-            "model": self._server.model_name,
-        }
+        kind = choice_class.piece_kind if body.stream else choice_class.kind
+        self._head: dict[str, Any] = {"id": f"{choice_class.prefix}-{uuid.uuid4().hex}", "object": kind}
+        self._head |= {"created": int(time.time()), "model": self._server.model_name}
         self._served = [first, *(first.follow(index) for index in range(1, len(self._choices)))]
         for index, served in enumerate(self._served):
             served.deliver = partial(self._deliver, asyncio.get_running_loop(), index)

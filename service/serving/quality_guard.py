@@ -51,13 +51,9 @@ class QualityGuard:
     def status(self) -> dict[str, Any]:
         """The state; comparisons since the start; the window's means, None before its first; fields of `GET /v1/store`."""
         last = self._last.copy()
-        return {
-            "evaluated": self._evaluated,
-            "agreement": fmean(one.agreement for one in last) if last else None,
-            "first_token_kl_nats": fmean(one.first_token_kl_nats for one in last) if last else None,
-            "floor": self._floor,
-            "full_recompute": self.full_recompute,
-        }
+        names = "agreement", "first_token_kl_nats"
+        means = {name: fmean(getattr(one, name) for one in last) if last else None for name in names}
+        return {"evaluated": self._evaluated, **means, "floor": self._floor, "full_recompute": self.full_recompute}
 
 
 class ShadowEvaluation:
