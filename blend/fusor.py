@@ -317,9 +317,7 @@ class Fusor:
             )
         vocabulary = self._runner.vocab_size
         if wrong := [token for token in (min(token_ids), max(token_ids)) if not 0 <= token < vocabulary]:
-            raise InputError(
-                f"token id {wrong[0]} is not one of the model's {vocabulary}; tokenise with the model's own tokenizer"
-            )
+            raise InputError(f"token id {wrong[0]} is not one of the model's {vocabulary}; use the model's own tokenizer")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

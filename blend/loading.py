@@ -93,9 +93,7 @@ def load_model(
             model.set_attn_implementation("eager")
     except (ValueError, StrictDataclassError) as error:
         if "trust_remote_code" in str(error):
-            raise UnsupportedModelError(
-                f"{name!r} needs Python code of its own, which is never run; use another model"
-            ) from error
+            raise UnsupportedModelError(f"{name!r} needs Python code of its own, which is never run; use another") from error
         if "Unrecognized" in str(error) or "model type" in str(error):
             raise UnsupportedModelError(f"transformers knows no causal LM for {name!r}: {error}") from error
         raise InputError(f"the model {name!r} cannot be loaded: {error}") from error

@@ -67,9 +67,7 @@ class ChunkContext:
 
     def earlier(self, chunks: Sequence[Sequence[int]]) -> list[tuple[Sequence[int], ...]]:
         """For each chunk of a document, the earlier chunks that its KV is computed after."""
-        return [
-            tuple(chunks[window.first : index]) for window in self.windows(chunks) for index in range(window.new, window.last)
-        ]
+        return [tuple(chunks[window.first : at]) for window in self.windows(chunks) for at in range(window.new, window.last)]
 
 
 @dataclass(frozen=True, slots=True)

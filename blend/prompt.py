@@ -177,9 +177,7 @@ class Prompt:
             if start >= self.exact_tokens:
                 prefixes.add(prefix)
             elif prefix != self.token_ids[:start]:
-                raise IncompatibleKVError(
-                    f"the exact segment at position {start} was not computed after the tokens that stand before it"
-                )
+                raise IncompatibleKVError(f"the exact segment at position {start} was not computed after the tokens before it")
         if len(prefixes) > 1:
             raise IncompatibleKVError(
                 f"chunks computed after different prefixes ({' and '.join(map(str, sorted(map(len, prefixes))))} tokens) stand "

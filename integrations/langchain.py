@@ -173,9 +173,9 @@ class ChatCacheBlend(BaseChatModel):
 def _metadata(done: Done) -> dict[str, Any]:
     metadata = report(done)
     names = "prompt_tokens", "completion_tokens", "total_tokens", "cached_tokens"
-    read, written, total, cached = map(metadata.pop, names)
+    read, written, total, hits = map(metadata.pop, names)
     usage = UsageMetadata(
-        input_tokens=read, output_tokens=written, total_tokens=total, input_token_details={"cache_read": cached}
+        input_tokens=read, output_tokens=written, total_tokens=total, input_token_details={"cache_read": hits}
     )
     thoughts = {name: metadata.pop(name) for name in ("reasoning_content",) if name in metadata}
     return {"usage_metadata": usage, "response_metadata": metadata, "additional_kwargs": thoughts}

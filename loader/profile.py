@@ -74,9 +74,7 @@ class Profile:
     def __post_init__(self) -> None:
         measured, wanted = {min(sample.layer, 1) for sample in self.blend}, {0, 1} if self.layers > 1 else {0}
         if not self.prefill or not measured >= wanted or not self.tiers.keys() >= {"ram", "nvme"}:
-            raise ProfileError(
-                "a profile needs a full prefill, of blends a layer 0 and a later one, and the tiers ram and nvme"
-            )
+            raise ProfileError("a profile needs a full prefill, of blends a layer 0 and a later one, and tiers ram and nvme")
         samples: tuple[PrefillSample | LayerSample, ...] = (*self.prefill, *self.blend)
         rows = [count for sample in self.blend for count in (sample.layer, sample.rows, sample.projected)]
         bad = [x for x in (self.logits_s, *(sample.seconds for sample in samples), *rows) if not is_number(x) or x < 0]

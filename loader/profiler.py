@@ -174,9 +174,7 @@ def _blend_layers(fusor: Fusor, tokens: int, ratio: float) -> list[LayerSample]:
 
 def _medians(turns: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:
     """Each sample with the median of its seconds over all rounds."""
-    return tuple(
-        replace(same[0], seconds=statistics.median(sample.seconds for sample in same)) for same in zip(*turns, strict=True)
-    )
+    return tuple(replace(same[0], seconds=statistics.median(one.seconds for one in same)) for same in zip(*turns, strict=True))
 
 
 def _seconds(call: Callable[[], object], fusor: Fusor) -> float:

@@ -255,9 +255,7 @@ class Retriever(IndexedDocuments):
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
-            warnings.warn(
-                f"unclosed {type(self).__name__} on {self.config.directory or 'memory'}", ResourceWarning, stacklevel=1
-            )
+            warnings.warn(f"unclosed {type(self).__name__} on {self.config.directory or 'RAM'}", ResourceWarning, stacklevel=1)
             self.close()
 
     def _embedded_texts(self, document: Document, chunks: Sequence[Chunk]) -> Iterator[str]:

@@ -299,9 +299,7 @@ class KVStore:
             return None
         address = RemoteAddress(config.remote)
         if (secret := config.read_secret()) is None:
-            logger.warning(
-                "no secret is set for the remote tier at %s: whoever can write there can change answers", address.shown
-            )
+            logger.warning("no secret is set for the remote tier at %s: who can write there can change answers", address.shown)
         backend = address.open(config.remote_timeout_s, config.remote_ttl_s, limit_bytes=config.nvme_budget_bytes)
         objects = ObjectFormat(secret, config.remote_tenant)
         return RemoteTier(address, backend, objects, config.remote_timeout_s, config.remote_queue_bytes)

@@ -48,9 +48,7 @@ class StoreFolder:
         self.catalog, self.lock, self.journal, self.reserve = (
             root / name for name in ("catalogue.sqlite", "lock", "journal", "reserve")
         )
-        self._marker, self._entries, self.writing, self.damaged = (
-            root / name for name in (_MARKER, "entries", "writing", "damaged")
-        )
+        self._marker, self._entries, self.writing, self.damaged = map(root.joinpath, (_MARKER, "entries", "writing", "damaged"))
         if root.exists() and not root.is_dir():
             raise StoreDirectoryError(f"{root} is a file, not a store; name a folder")
         try:

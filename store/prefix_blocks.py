@@ -224,10 +224,7 @@ class PrefixBlocks:
             self._hits += bool(digests)
             names = [(digest, window) for window in self._layers for digest in self._needed(digests, window)]
             self._take(names)
-            held = {
-                window: [self._parts[digest, window].held for digest in self._needed(digests, window)]
-                for window in self._layers
-            }
+            held = {window: [self._parts[one, window].held for one in self._needed(digests, window)] for window in self._layers}
         try:
             tokens = tuple(token_ids[: len(digests) * BLOCK_TOKENS])
             yield PrefixRun(tokens, tuple(digests), chain.model, self._windows, held) if digests else None

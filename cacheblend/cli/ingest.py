@@ -99,9 +99,7 @@ def ingest(
         raise typer.Exit(1)
 
 
-def _check_together(
-    sources: Sequence[str], store_dir: Path, ray: RayConfig, vllm: VllmConfig, *, watch: bool, prune: bool
-) -> None:
+def _check_together(sources: list[str], store_dir: Path, ray: RayConfig, vllm: VllmConfig, *, watch: bool, prune: bool) -> None:
     """Refuse options that exclude each other, and folders that cannot be watched."""
     if vllm.vllm is not None and (watch or ray.ray is not None):
         raise InputError("--vllm cannot be given with --watch or --ray; vLLM itself computes, when it is told to")

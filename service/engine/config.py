@@ -61,9 +61,7 @@ class EngineConfig:
     preset: str = option("balanced", "How much is recomputed, by name; see the table of presets.", choices=PRESETS)
     device: str = option("auto", "auto (CUDA where it is, else the CPU), cpu, cuda or cuda:N.")
     dtype: str = option("auto", "auto: the checkpoint's, if 16-bit and fast on the device, else float32.", choices=DTYPES)
-    max_tokens: int | None = option(
-        None, "Most tokens of an answer, unless its request says otherwise; left out, as many as fit."
-    )
+    max_tokens: int | None = option(None, "Most tokens of an answer, unless its request says otherwise; else as many as fit.")
     kv_cache_dtype: str = option(
         "raw", "How chunks' KV is stored; raw is exact. KV that was stored in another is not found.", choices=CODECS
     )
@@ -79,9 +77,7 @@ class EngineConfig:
         DOCUMENT_TOKENS,
         "Window in which a document is read, so that a chunk's KV is computed after its document's earlier text; 0: none.",
     )
-    find_passages: bool = option(
-        True, "Look for retrieved passages in messages and prompts, and reuse their KV; see docs/service.md."
-    )
+    find_passages: bool = option(True, "Find retrieved passages in messages and prompts, and reuse their KV (docs/service.md).")
     allow_unverified: bool = option(False, "Take a model of an unverified family if the built-in check passes.")
     instruction: str = INSTRUCTION
     store: StoreConfig = field(default_factory=StoreConfig)

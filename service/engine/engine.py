@@ -149,9 +149,7 @@ class Engine:
             progress.note_batch()
         if evicted := self.store.stats().nvme.evictions - evictions:
             budget_bytes = self.store.config.nvme_budget_bytes
-            logger.warning(
-                "the KV of %d chunks did not stay within nvme_budget_bytes=%d; raise it to keep all", evicted, budget_bytes
-            )
+            logger.warning("the KV of %d chunks exceeded nvme_budget_bytes=%d; raise it to keep all", evicted, budget_bytes)
         return replace(total, evicted=evicted, seconds=time.perf_counter() - started)
 
     def search(self, question: str, num_chunks: int) -> list[ScoredChunk]:

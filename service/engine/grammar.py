@@ -95,9 +95,7 @@ class GrammarCompiler:
         patterns = list(patterns_of(schema))
         # The length first: to read a long pattern costs more than its length.
         if sum(map(len, patterns)) > MAX_PATTERN_CHARACTERS or sum(map(written_out, patterns)) > MAX_PATTERN_CHARACTERS:
-            raise InputError(
-                f"{field}: a pattern repeats too much ({MAX_PATTERN_CHARACTERS} characters in all); make it simpler"
-            )
+            raise InputError(f"{field}: a pattern repeats too much ({MAX_PATTERN_CHARACTERS} characters in all); simplify it")
         limits, vocabulary = llguidance.LLParserLimits(verbose_errors=False, **GRAMMAR_LIMITS), self._read_vocabulary()
         try:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)

@@ -340,9 +340,7 @@ class PromptRenderer:
                 quoted.append((f"messages[{place}]", message.turn("")))
         for field, value in quoted:
             if not self.template.takes_tools:
-                raise InputError(
-                    f"{field}: the model's chat template takes no tools; leave them out, or use a model that calls tools"
-                )
+                raise InputError(f"{field}: the model's chat template takes no tools; leave them out, or use another model")
             text = json.dumps(value, ensure_ascii=False)
             check_characters(len(text), self._max_positions)
             if self.template.has_controls(text):

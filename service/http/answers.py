@@ -242,9 +242,7 @@ def chunk_report(done: Done, tokenizer: Any) -> list[dict[str, Any]]:
         start, stop = stop, stop + len(scored.chunk.token_ids)
         texts = token_texts(scored.chunk.token_ids, tokenizer)
         rows = zip(texts, done.deviation_N[start:stop].tolist(), share_N[start:stop].tolist(), strict=True)
-        tokens = [
-            {"text": text, "deviation": round(deviation, 6), "recomputed": round(share, 4)} for text, deviation, share in rows
-        ]
+        tokens = [{"text": text, "deviation": round(moved, 6), "recomputed": round(share, 4)} for text, moved, share in rows]
         source = plan.segments[bisect_right(ends, start)].tier or "computed"
         report.append({**chunk_origin(scored), "source": source, "tokens": tokens})
     return report

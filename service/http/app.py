@@ -191,9 +191,7 @@ class YieldingConnection(H11Protocol):
         """A client has connected; where there is no place for it, it has that of another."""
         super().connection_made(transport)
         self._came, self._standing = time.monotonic(), 0
-        others = [
-            one for one in self.connections if one is not self and isinstance(one, YieldingConnection) and not one.is_owed
-        ]
+        others = [one for one in self.connections if one != self and isinstance(one, YieldingConnection) and not one.is_owed]
         if others and len(self.connections) >= (self.limit_concurrency or MAX_CONNECTIONS):
             least = min(others, key=lambda one: (one.standing, one._came))
             least.transport.abort()

@@ -51,9 +51,7 @@ class ServingConfig:
         ConfigError: a value is not allowed.
     """
 
-    max_num_seqs: int = option(
-        16, "Requests that hold a KV cache at once: those that decode together, and the one that is prefilled."
-    )
+    max_num_seqs: int = option(16, "Requests that hold a KV cache at once: those that decode, and the one that is prefilled.")
     max_waiting: int = option(64, "Requests of a tenant that may be prepared or wait; the next one is refused.")
     max_uploads: int = option(8, "Uploads of a tenant that may wait or run; the next one is refused.")
     deadline_s: float = option(300.0, "Seconds from a request's arrival after which it is given up; so is an upload not begun.")

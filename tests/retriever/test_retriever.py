@@ -258,5 +258,5 @@ def test_closing(tmp_path: Path) -> None:
     retriever.close()
     retriever.close()
     forgotten = open_retriever()
-    with pytest.warns(ResourceWarning, match="unclosed Retriever on memory"):
+    with pytest.warns(ResourceWarning, match="unclosed Retriever on RAM"):
         forgotten.__del__()
