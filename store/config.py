@@ -63,9 +63,7 @@ class StoreConfig:
         "Tenant of the entries in the remote tier, for a command on the folder of one (tenants/NAME); a service sets it.",
         panel=REMOTE_PANEL,
     )
-    remote_timeout_s: float = option(
-        1.0, "Seconds without an answer after which a call to the remote tier has failed.", panel=REMOTE_PANEL
-    )
+    remote_timeout_s: float = option(1.0, "Seconds after which a call to the remote tier has failed.", panel=REMOTE_PANEL)
     remote_ttl_s: int | None = option(
         None, "Seconds after which the remote server may drop what was written; left out, never (redis).", panel=REMOTE_PANEL
     )

@@ -148,9 +148,7 @@ class Journal:
                 count = os.pwrite(self._fd, data, offset)
                 data, offset = data[count:], offset + count
         except OSError as error:
-            logger.warning(
-                "%s cannot be written (%s): should the process die now, run `cacheblend store verify`", self._path, error
-            )
+            logger.warning("%s cannot be written (%s): if this process dies, run `cacheblend store verify`", self._path, error)
 
     def end(self) -> None:
         os.ftruncate(self._fd, 0)

@@ -19,9 +19,7 @@ class RayConfig:
         ConfigError: a value is not allowed.
     """
 
-    ray: str | None = option(
-        None, "Precompute in actors on Ray: local (on this machine, for this command), auto, or a cluster's address."
-    )
+    ray: str | None = option(None, "Precompute on Ray: local (this machine, for this command), auto, or a cluster's address.")
     ray_actors: int = option(1, "Actors, each with a model of its own.")
     ray_cpus: float = option(1.0, "CPUs of an actor, and its threads.")
     ray_gpus: float = option(0.0, "GPUs of an actor; 0.5 puts two of them on one.")

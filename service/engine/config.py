@@ -65,9 +65,7 @@ class EngineConfig:
     kv_cache_dtype: str = option(
         "raw", "How chunks' KV is stored; raw is exact. KV that was stored in another is not found.", choices=CODECS
     )
-    prefix_budget_bytes: int = option(
-        512 * MIB, "Bytes of KV held in RAM of what prompts begin with: system messages, conversations."
-    )
+    prefix_budget_bytes: int = option(512 * MIB, "Bytes of RAM for KV of prompts' beginnings: system messages, conversations.")
     context_filler: str = option(
         "auto",
         "Passages that every chunk's KV is computed after: auto (the model's or the package's), none, or a text file. KV that "

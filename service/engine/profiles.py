@@ -87,6 +87,4 @@ def _compare_context(config: EngineConfig, found: Calibration) -> None:
     if found.context in CONTEXT_OPTIONS:
         filler, tokens = CONTEXT_OPTIONS[found.context]
         remedy = f"set --context-filler {filler} --context-document-tokens {tokens}, ingest again, or calibrate with this one"
-    logger.warning(
-        "the calibration's KV was computed after the context %r, and this engine's is after %r: %s", found.context, own, remedy
-    )
+    logger.warning("the calibration's KV is after the context %r, and this engine's after %r: %s", found.context, own, remedy)
