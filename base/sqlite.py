@@ -74,9 +74,7 @@ class Database:
         """
         with self._write_lock, self._errors():
             if _file_id(self._path) != self._file_id:
-                raise StoreDirectoryError(
-                    f"{self._path} was removed or replaced while the store was open; close the store and open it again"
-                )
+                raise StoreDirectoryError(f"{self._path} was removed or replaced while the store was open; open it again")
             with committed(self._writer):
                 yield self._writer
 

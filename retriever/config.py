@@ -41,17 +41,13 @@ class RetrieverConfig:
         "How chunks are found: by meaning (dense), or by meaning and words (hybrid: BM25), the ranks of both fused.",
         choices=RETRIEVALS,
     )
-    search_rounds: int = option(
-        2, "1, or 2: a third of the chunks are then found by the names in the best document, for questions over two documents."
-    )
+    search_rounds: int = option(2, "1, or 2: a third of the chunks by names in the best document, for questions over two.")
     min_score: float | None = option(
         None,
         "Leave out chunks below this score: the cosine similarity of question and chunk, -1 to 1, however the chunk was found, "
         "or with --reranker its score, 0 to 1. Left out, none is.",
     )
-    reranker: str | None = option(
-        None, "Order the best chunks anew by a CrossEncoder of sentence-transformers: a name or a folder. Left out, none."
-    )
+    reranker: str | None = option(None, "CrossEncoder of sentence-transformers: orders the best chunks anew; name or folder.")
 
     def __post_init__(self) -> None:
         if isinstance(self.directory, str):  # what command lines and notebooks pass

@@ -64,12 +64,8 @@ class StoreConfig:
         panel=REMOTE_PANEL,
     )
     remote_timeout_s: float = option(1.0, "Seconds after which a call to the remote tier has failed.", panel=REMOTE_PANEL)
-    remote_ttl_s: int | None = option(
-        None, "Seconds after which the remote server may drop what was written; left out, never (redis).", panel=REMOTE_PANEL
-    )
-    remote_queue_bytes: int = option(
-        256 * MIB, "Bytes of KV that wait to be written to the remote tier; more is not sent.", panel=REMOTE_PANEL
-    )
+    remote_ttl_s: int | None = option(None, "Seconds that redis keeps an entry; left out, for ever.", panel=REMOTE_PANEL)
+    remote_queue_bytes: int = option(256 * MIB, "KV bytes that wait for the remote tier; more is not sent.", panel=REMOTE_PANEL)
 
     def __post_init__(self) -> None:
         if not isinstance(self.directory, str | os.PathLike) or not os.fspath(self.directory):

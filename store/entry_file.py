@@ -34,9 +34,7 @@ class EntryFile:
     A file that other processes unlink stays readable until it is closed.
     """
 
-    def __init__(
-        self, fd: int, path: Path, info: EntryInfo, checksums: Sequence[str], data_start: int, *, direct: bool
-    ) -> None:
+    def __init__(self, fd: int, path: Path, info: EntryInfo, checksums: list[str], data_start: int, *, direct: bool) -> None:
         self.info, self._fd, self._path, self._checksums, self._direct = info, fd, path, checksums, direct
         self._offsets = list(itertools.accumulate(info.sizes, initial=data_start))
         self._lock = threading.Lock()

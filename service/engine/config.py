@@ -62,9 +62,7 @@ class EngineConfig:
     device: str = option("auto", "auto (CUDA where it is, else the CPU), cpu, cuda or cuda:N.")
     dtype: str = option("auto", "auto: the checkpoint's, if 16-bit and fast on the device, else float32.", choices=DTYPES)
     max_tokens: int | None = option(None, "Most tokens of an answer, unless its request says otherwise; else as many as fit.")
-    kv_cache_dtype: str = option(
-        "raw", "How chunks' KV is stored; raw is exact. KV that was stored in another is not found.", choices=CODECS
-    )
+    kv_cache_dtype: str = option("raw", "How chunks' KV is stored; raw is exact. KV of another is not found.", choices=CODECS)
     prefix_budget_bytes: int = option(512 * MIB, "Bytes of RAM for KV of prompts' beginnings: system messages, conversations.")
     context_filler: str = option(
         "auto",

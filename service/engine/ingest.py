@@ -217,9 +217,7 @@ def batches(documents: Iterable[Document], batch_documents: int) -> Iterator[lis
 class VllmConfig:
     """A running vLLM that documents are given to; raises ConfigError for an address that is none of HTTP."""
 
-    vllm: str | None = option(
-        None, "Give the documents to a running vLLM with CacheBlendConnector, http://host:8000; it stores their chunks' KV."
-    )
+    vllm: str | None = option(None, "Have a running vLLM with CacheBlendConnector, http://host:8000, store the documents' KV.")
     vllm_api_key: str | None = option(None, "Key of that vLLM (its --api-key).", secret=True)
 
     def __post_init__(self) -> None:

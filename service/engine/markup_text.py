@@ -122,9 +122,8 @@ class MarkdownWriter:
                 text, merge = self(cell), cell.find("{*}tcPr/{*}vMerge")
                 if rows and (cell.get("vMerge") or (merge is not None and _attribute(merge, "val") != "restart")):
                     text = "".join(rows[-1][len(cells) : len(cells) + 1])
-                across = _attribute(cell, "colspan", "gridSpan", "columns-repeated") or _attribute(
-                    cell.find("{*}tcPr/{*}gridSpan"), "val"
-                )
+                across = _attribute(cell.find("{*}tcPr/{*}gridSpan"), "val")
+                across = across or _attribute(cell, "colspan", "gridSpan", "columns-repeated")
                 for _ in range(_number(across)):
                     below[len(cells)] = (_number(_attribute(cell, "rowspan")) - 1, text)
                     cells.append(text)

@@ -122,10 +122,8 @@ class Prefiller:
         """Reuse what the prompt begins with as an earlier one did, exactly, in full blocks; compute the others."""
         started = time.perf_counter()
         token_ids = request.prompt.token_ids
-        with (
-            self._prefixes.find(token_ids, len(token_ids) - 1, request.namespace) as prefix,
-            LayerLoader(self._config.loader) as loader,
-        ):
+        finding = self._prefixes.find(token_ids, len(token_ids) - 1, request.namespace)
+        with finding as prefix, LayerLoader(self._config.loader) as loader:
             lookup_s = time.perf_counter() - started
             found = [] if prefix.run is None else [BlendSegment(prefix.run.token_ids, prefix.run, exact=True)]
             segments = [*_segments(found), Segment(token_ids[prefix.tokens :])]

@@ -24,12 +24,8 @@ from .config import EngineConfig
 
 logger = logging.getLogger(__name__)
 # Contexts of chunks' KV that an engine can have, by `cacheblend eval`'s names: filler passages, and a document's window.
-CONTEXT_OPTIONS = {
-    "default": ("auto", DOCUMENT_TOKENS),
-    "filler": ("auto", 0),
-    "document": ("none", DOCUMENT_TOKENS),
-    "head": ("none", 0),
-}
+CONTEXT_OPTIONS = {"default": ("auto", DOCUMENT_TOKENS), "filler": ("auto", 0)}
+CONTEXT_OPTIONS |= {"document": ("none", DOCUMENT_TOKENS), "head": ("none", 0)}
 
 
 def find_controller(config: EngineConfig, fusor: Fusor) -> LoadingController | None:

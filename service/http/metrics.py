@@ -21,13 +21,10 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 GUARD_HISTOGRAMS = {
     "agreement": ("Share of full prefill's first tokens that blending draws too.", (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)),
     "first_token_kl_nats": (
-        "KL divergence of the first token's distribution, full from blended.",
+        "KL divergence of first tokens, full from blended.",
         (0.0001, 0.001, 0.01, 0.1, 0.5, 1.0, 2.0, 5.0),
     ),
-    "relative_kv_error": (
-        "Squared difference of the KV to full prefill's, over its squared size.",
-        (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0),
-    ),
+    "relative_kv_error": ("Squared error of the KV, over its squared size.", (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0)),
 }
 STORE_COUNTERS = ("misses", "damaged", "failed_writes")
 REMOTE_COUNTERS = {

@@ -56,9 +56,7 @@ class ServingConfig:
     max_uploads: int = option(8, "Uploads of a tenant that may wait or run; the next one is refused.")
     deadline_s: float = option(300.0, "Seconds from a request's arrival after which it is given up; so is an upload not begun.")
     grace_s: float = option(30.0, "Seconds in which running requests may end when the service stops; uploads have half of it.")
-    guard_share: float = option(
-        0.01, "Share, 0 to 1, of blended requests that are compared with full prefill when nothing else runs.", panel=GUARD
-    )
+    guard_share: float = option(0.01, "Share, 0 to 1, of blended requests compared with full prefill when idle.", panel=GUARD)
     guard_floor: float = option(
         0.0,
         "Least mean agreement, 0 to 1; below it prompts are recomputed in full until they agree again. 0 only reports.",
