@@ -300,9 +300,8 @@ class Decoder:
         else:  # one row of zeros stands for all: no embedding is looked up
             embedding: Any = self._entrance.get_input_embeddings()
             size = int(embedding.weight.shape[-1])
-            inputs = {
-                "inputs_embeds": torch.zeros(1, 1, size, dtype=self.dtype, device=self.device).expand(1, len(positions_N), size)
-            }
+            zeros_11M = torch.zeros(1, 1, size, dtype=self.dtype, device=self.device)
+            inputs = {"inputs_embeds": zeros_11M.expand(1, len(positions_N), size)}
         return self._rotary(self._enter(positions_N, **inputs), len(positions_N))
 
     def _rotary(self, given: list[GivenCall], tokens: int) -> dict[Hashable, CosSin]:

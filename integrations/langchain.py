@@ -52,13 +52,9 @@ class CacheBlendRetriever(BaseRetriever):
     num_chunks: int = 6  # or as many as there are
 
     def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
-        return [
-            Document(
-                page_content=scored.chunk.text,
-                metadata={**chunk_metadata(scored), "distance": scored.distance, "score": scored.score},
-            )
-            for scored in self.engine.search(query, self.num_chunks)
-        ]
+        found = self.engine.search(query, self.num_chunks)
+        about = [{**chunk_metadata(one), "distance": one.distance, "score": one.score} for one in found]
+        return [Document(page_content=one.chunk.text, metadata=each) for one, each in zip(found, about, strict=True)]
 
 
 class ChatCacheBlend(BaseChatModel):

@@ -51,13 +51,9 @@ class CacheBlendRetriever(BaseRetriever):
         nodes = []
         for scored in self._engine.search(query_bundle.query_str, self._top_k):
             chunk, metadata = scored.chunk, chunk_metadata(scored)
-            node = TextNode(
-                id_=f"{chunk.document_id}:{chunk.position}",
-                text=chunk.text,
-                metadata=metadata,
-                excluded_llm_metadata_keys=list(metadata),  # a title before the text would be another text
-                excluded_embed_metadata_keys=list(metadata),
-            )
+            hidden = dict.fromkeys(("excluded_llm_metadata_keys", "excluded_embed_metadata_keys"), list(metadata))
+            # A title before the text would be another text.
+            node = TextNode(id_=f"{chunk.document_id}:{chunk.position}", text=chunk.text, metadata=metadata, **hidden)
             nodes.append(NodeWithScore(node=node, score=scored.score))
         return nodes
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 try:
     import fcntl as _fcntl  # noqa: F401  # the locks between processes
 except ModuleNotFoundError as error:
-    raise ImportError(
-        "CacheBlend needs Linux or macOS: its store locks and syncs files as POSIX has it. On Windows run it in WSL 2."
-    ) from error
+    raise ImportError("CacheBlend needs Linux or macOS: its store needs POSIX locks. On Windows run it in WSL 2.") from error
 
 from cacheblend.base.errors import ConfigError as ConfigError
 from cacheblend.base.errors import DamagedEntryError as DamagedEntryError

@@ -45,9 +45,8 @@ class StoreFolder:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.catalog, self.lock, self.journal, self.reserve = (
-            root / name for name in ("catalogue.sqlite", "lock", "journal", "reserve")
-        )
+        files = map(root.joinpath, ("catalogue.sqlite", "lock", "journal", "reserve"))
+        self.catalog, self.lock, self.journal, self.reserve = files
         self._marker, self._entries, self.writing, self.damaged = map(root.joinpath, (_MARKER, "entries", "writing", "damaged"))
         if root.exists() and not root.is_dir():
             raise StoreDirectoryError(f"{root} is a file, not a store; name a folder")

@@ -382,9 +382,8 @@ class RemoteTier:
     def stats(self) -> RemoteStats:
         """Counts since it was opened."""
         with self._changed:
-            return RemoteStats(
-                "open" if self._reads.pause_left_s() else "closed", **self._counts, pending_writes=len(self._changes)
-            )
+            breaker = "open" if self._reads.pause_left_s() else "closed"
+            return RemoteStats(breaker, **self._counts, pending_writes=len(self._changes))
 
     def stop_fetching(self) -> None:
         """Fetch nothing more; what comes later is not stored."""

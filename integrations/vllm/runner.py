@@ -212,9 +212,7 @@ class VllmRunner:
         if is_fixed and torch.equal(plain[0], turned[0]):
             if isinstance(self._stubs[layer], _LatentAttention) and self._ropes[self.layer_types[layer]] is not None:
                 # vLLM 0.32's compiled function turns a copy of what is not contiguous, and drops it.
-                raise UnsupportedModelError(
-                    f"{self._refusal}vLLM's rotary embedding turns no keys here; run it with {NATIVE_ROTARY}"
-                )
+                raise UnsupportedModelError(f"{self._refusal}vLLM's rotary embedding turns no keys; use {NATIVE_ROTARY}")
             return None
         cos_sin = self.rotary(positions_S, hidden_2SM)[self.layer_types[layer]]
         starts = [self._find_start(layer, plain[one], turned[one], cos_sin) for one in (0, 2)]

@@ -479,6 +479,4 @@ def check_characters(characters: int, max_positions: int | None) -> None:
         PromptTooLongError: it has more characters than so many tokens could.
     """
     if max_positions is not None and characters > max_positions * CHARACTERS_PER_TOKEN:
-        raise PromptTooLongError(
-            f"{CONTEXT_LENGTH.format(max_positions)}, and {characters} characters are more; ask a shorter question"
-        )
+        raise PromptTooLongError(f"{CONTEXT_LENGTH.format(max_positions)}, and {characters} characters are more; shorten it")

@@ -64,13 +64,11 @@ class TextChoice:
         """Log-probabilities of tokens that begin `offset` characters after the answer's start."""
         reader = codecs.getincrementaldecoder("utf-8")("replace")  # a character is at the offset of its first token
         sizes = [len(reader.decode(self._token_bytes(each.token_id))) for each in tokens]
+        likeliest = [((each.token_id, each.logprob), *each.likeliest) for each in tokens]
         return {
             "tokens": [self._shown(each.token_id) for each in tokens],
             "token_logprobs": [each.logprob for each in tokens],
-            "top_logprobs": [
-                {self._shown(token): logprob for token, logprob in ((each.token_id, each.logprob), *each.likeliest)}
-                for each in tokens
-            ],
+            "top_logprobs": [{self._shown(token): logprob for token, logprob in likely} for likely in likeliest],
             "text_offset": list(accumulate(sizes, initial=offset))[: len(sizes)],
         }
 
