@@ -51,7 +51,7 @@ class CacheBlendRetriever(BaseRetriever):
         nodes = []
         for scored in self._engine.search(query_bundle.query_str, self._top_k):
             chunk, metadata = scored.chunk, chunk_metadata(scored)
-            hidden = dict.fromkeys(("excluded_llm_metadata_keys", "excluded_embed_metadata_keys"), list(metadata))
+            hidden = {key: list(metadata) for key in ("excluded_llm_metadata_keys", "excluded_embed_metadata_keys")}
             # A title before the text would be another text.
             node = TextNode(id_=f"{chunk.document_id}:{chunk.position}", text=chunk.text, metadata=metadata, **hidden)
             nodes.append(NodeWithScore(node=node, score=scored.score))
