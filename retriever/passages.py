@@ -33,7 +33,7 @@ ENDS = r"(?:question|query|answer|instructions?|tasks?|rules|guidelines|examples
 TAGS = "source document doc passage chunk snippet excerpt result reference document_content page_content text"
 LISTS = "sources documents docs passages chunks results references context"  # whose texts stand apart by empty lines
 _LINE = re.compile(
-    "[ \t#*>]{0,8}(?:"
+    "^[ \t#*>]{0,8}(?:"
     + rf"(?P<end>{ENDS}(?:[ \t]\d{{1,3}})?[ \t*]{{0,4}}:)|"
     + r"(?P<rule>(?:-{3,}|={3,}|_{3,}|\*{3,})[ \t]*$)|(?P<fence>```|~~~)|"
     + "|".join(f"(?P<{name}>{form})" for name, form in FORMS.items())
@@ -46,8 +46,8 @@ _SENTENCE_END = re.compile(r"[.!?\u2026\u061f\u06d4][\"'\u2019\u201d)\]]?(?=\s|$
 _STRING_MARK = re.compile(r'\\.|"', re.DOTALL)
 _INSTRUCTS = re.compile(r"\b(?:you|your|please|always|never|don't|do not|must|should|respond|answer|output)\b", re.IGNORECASE)
 _CODE_LINE = re.compile(
-    r"[ \t]*(?:(?:def|class|import|from|return|func|fn|function|const|let|var|public|private|static|package|use|using)[ \t]\S"
-    r"|#(?:include|define)|select[ \t].*[ \t]from|[\w.]+[ \t]*=[ \t]|.*[;{}][ \t]*$)",
+    r"^[ \t]*+(?:(?:def|class|import|from|return|func|fn|function|const|let|var|public|private|static|package|use|using)[ \t]\S"
+    r"|#(?:include|define)|select[ \t].*[ \t]from|[\w.]++[ \t]*+=[ \t]|.*[;{}][ \t]*$)",
     re.IGNORECASE,
 )
 CODE_LINES = 3  # in a text that has them, paragraphs and notes are comments

@@ -98,7 +98,7 @@ def read_batches(files: Sequence[SourceFile], batch_documents: int) -> Iterator[
 def _documents(files: Sequence[SourceFile], converter: FileConverter, report: SourceReport) -> Iterator[Document]:
     for file in files:
         with report.noting(str(file.path), is_found=file.is_found):
-            yield from report.distinct(str(file.path), file_documents(file.path, file.id, converter))
+            yield from report.distinct(str(file.path), file_documents(file.path, file.id, converter, fault=report.note))
 
 
 class PrecomputeActor:

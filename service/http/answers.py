@@ -18,7 +18,7 @@ from cacheblend.service.engine.request import PLAN_FIELDS, Done, Request, chunk_
 
 from .schemas import ChatBody, CompletionBody, GenerationBody, read_arguments
 
-CUT_CALL = re.compile(r'\s*\{\s*"name":\s*"([\w-]+)",\s*"arguments":\s*(.*)', re.DOTALL)
+CUT_CALL = re.compile(r'^\s*+\{\s*+"name":\s*+"([\w-]++)",\s*+"arguments":\s*(.*)', re.DOTALL)
 OPENS, CLOSES = "<tool_call>", "</tool_call>"  # as Hermes and Qwen write calls
 Call = Mapping[str, Any]  # in OpenAI's shape
 

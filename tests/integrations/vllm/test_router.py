@@ -332,7 +332,7 @@ def test_files_are_stored_by_the_running_engine(
     code, out, err = ingest("--vllm", f"{url}/v1", "--json")
     report = json.loads(out)
     assert (code, "broken.jsonl" in err) == (1, True)
-    assert [Path(name).name for name in report["faults"]] == ["broken.jsonl"]
+    assert [Path(name).name for name in report["faults"]] == ["broken.jsonl, line 1"]
     assert (report["documents"], report["computed"], report["already_stored"]) == (2, len(workers.stored), 0)
     assert report["chunks"] > 2
     (folder / "broken.jsonl").unlink()

@@ -70,7 +70,7 @@ def test_an_answer_is_as_long_as_fits(open_ingested: OpenEngine) -> None:
         prepared = engine.prepare(QUESTION, num_chunks=num_chunks)
         assert len(prepared.prompt.token_ids) + prepared.max_tokens == POSITIONS
     assert engine.prepare(QUESTION, num_chunks=1, max_tokens=7).max_tokens == 7
-    with pytest.raises(PromptTooLongError, match="1 to generate are more than"):
+    with pytest.raises(PromptTooLongError, match="and 1 to generate"):
         engine.prepare(QUESTION, documents=[{"text": "word " * 600}])
     assert prepared.prompt.check_length(None, None) == MAX_NEW_TOKENS
 

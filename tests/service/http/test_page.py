@@ -103,10 +103,13 @@ def test_errors_are_told(page: Any, open_engine: OpenEngine) -> None:
     with serving(engine) as (_, address):
         page.expected_faults = 1  # the browser's own line about a status of 400
         open_page(page, address)
+        refusal = {"error": {"message": "the prompt is too long", "type": "invalid_request_error"}}
+        page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json=refusal))
         ask(page, QUESTION, 2)
         page.keyboard.press("Enter")
         page.get_by_role("alert").wait_for()
-        assert "no documents" in page.get_by_role("alert").inner_text()
+        assert "the prompt is too long" in page.get_by_role("alert").inner_text()
+        page.unroute("**/v1/chat/completions")
         page.get_by_role("spinbutton", name="Chunks").fill("0")
         page.get_by_role("button", name="Ask").click()
         page.locator("#summary:not(:empty)").wait_for()
