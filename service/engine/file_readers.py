@@ -24,9 +24,7 @@ MAX_MEMBERS = 20_000
 _OLE = b"\xd0\xcf\x11\xe0"  # of the Office of before 2007, in which a newer file with a password is packed
 _HEADERS = ("From", "To", "Cc", "Date", "Subject")
 _NUMBER_FORMAT = re.compile(r"[#0?][#0?,]*(?:\.([#0?]+))?(?: ?%)?(?:E[+-]0+)?")
-_FORMAT_MARKS = re.compile(
-    r'\[\$([^]-]{0,32})[^]]{0,32}\]|\[[^]]{0,64}\]|[_*].|["\\]'
-)  # of currencies, colours, blanks, quoted texts
+_FORMAT_MARKS = re.compile(r'\[\$([^]-]{0,32})[^]]{0,32}\]|\[[^]]{0,64}\]|[_*].|["\\]')  # currencies, colours, blanks, quotes
 
 
 def read_parts(path: Path) -> Parts:

@@ -38,7 +38,11 @@ from cacheblend.service.engine.prompt import MAX_NEW_TOKENS
         ({"max_tokens": 0}, ConfigError, "max_tokens=0"),
         ({"max_tokens": 1.5}, ConfigError, "max_tokens=1.5"),
         ({"max_tokens": True}, ConfigError, "max_tokens=True"),
-        ({"max_tokens": POSITIONS}, PromptTooLongError, rf"and {POSITIONS} to generate are more than the model's {POSITIONS}"),
+        (
+            {"max_tokens": POSITIONS},
+            PromptTooLongError,
+            rf"context length is {POSITIONS} tokens, .* and {POSITIONS} to generate",
+        ),
         ({"documents": [{"text": "word " * 600}]}, PromptTooLongError, "take fewer chunks, lower max_tokens"),
         ({"temperature": -1.0}, ConfigError, "temperature=-1.0"),
         ({"temperature": float("inf")}, ConfigError, "temperature=inf"),
