@@ -377,8 +377,16 @@ def examine(run: Run, tables: Sequence[tuple[Hashable, CosSin]]) -> list[LayerAn
                 raise UnblendableError("a layer keeps no KV and reads no earlier layer's")
             shared = found[keepers[id(plain.seen[0])]]
             query = find_rotation(plain.query, turned.query, cos_sin, plain.attention)
-            own = replace(shared, kind=(table, "shared"), query_rotation=query, attention=plain.attention)
-            found.append(replace(own, query_heads=plain.query.shape[1], query_size=plain.query.shape[-1]))
+            found.append(
+                replace(
+                    shared,
+                    kind=(table, "shared"),
+                    query_rotation=query,
+                    query_heads=plain.query.shape[1],
+                    query_size=plain.query.shape[-1],
+                    attention=plain.attention,
+                )
+            )
             continue
         keepers[id(plain.seen[0])] = layer
         kept.append(plain.seen[0])  # an identity is unique as long as its tensor lives

@@ -309,11 +309,21 @@ class RowKernel:
         out_1SQD = q_1QSD.new_empty(1, rows, heads, size)
         kv_heads = k_1HND.shape[1]
         sinks_Q = None if sinks_Q is None else sinks_Q.float().contiguous()
-        sinks, weights = (None if x is None else x.data_ptr() for x in (sinks_Q, weights_2K))
-        sizes = positions_S.data_ptr(), rows, kv_heads, heads // kv_heads
-        scores = -window if isinstance(window, ChunkWindow) else window or ALL_KEYS, scaling, softcap or 0.0, sinks
-        out = torch.get_num_threads(), out_1SQD.data_ptr(), weighed_from, weights
-        failed = self._call(*(ctypes.byref(HeadRows.of(x)) for x in operands), *sizes, *scores, *out)
+        failed = self._call(
+            *(ctypes.byref(HeadRows.of(x)) for x in operands),
+            positions_S.data_ptr(),
+            rows,
+            kv_heads,
+            heads // kv_heads,
+            -window if isinstance(window, ChunkWindow) else window or ALL_KEYS,
+            scaling,
+            softcap or 0.0,
+            None if sinks_Q is None else sinks_Q.data_ptr(),
+            torch.get_num_threads(),
+            out_1SQD.data_ptr(),
+            weighed_from,
+            None if weights_2K is None else weights_2K.data_ptr(),
+        )
         if failed:
             raise MemoryError(f"the system has no memory left for the attention of {rows} rows over {k_1HND.shape[2]} keys")
         return out_1SQD
@@ -328,9 +338,19 @@ class RowKernel:
         """
         _, heads, rows, _ = k_1HTD.shape
         cos_1TX, sin_1TX = cos_1TX.contiguous(), sin_1TX.contiguous()
-        keys = k_1HTD.data_ptr(), k_1HTD.stride(1), k_1HTD.stride(2), heads, rows
-        angles = cos_1TX.data_ptr(), sin_1TX.data_ptr(), cos_1TX.shape[-1], cos_1TX.shape[-1] // 2
-        self._rotate(*keys, *angles, rounds_products, torch.get_num_threads())
+        self._rotate(
+            k_1HTD.data_ptr(),
+            k_1HTD.stride(1),
+            k_1HTD.stride(2),
+            heads,
+            rows,
+            cos_1TX.data_ptr(),
+            sin_1TX.data_ptr(),
+            cos_1TX.shape[-1],
+            cos_1TX.shape[-1] // 2,
+            rounds_products,
+            torch.get_num_threads(),
+        )
 
     def rotation_of(self, rotate: Rotate, cos_sin: CosSin, k_1HND: torch.Tensor) -> Turn | None:
         """The compiled in-place rotation that equals a model's rotation bit for bit; None if neither variant does.

@@ -213,9 +213,17 @@ class FusedNorm(nn.Module):
         if not all(x.is_contiguous() and x.dtype == self._weight.dtype for x in inputs):
             return self.plain(*inputs)
         size, out = hidden.shape[-1], torch.empty_like(hidden)
-        added = None if residual is None else residual.data_ptr()
-        rows = hidden.data_ptr(), added, self._weight.data_ptr(), out.data_ptr(), hidden.numel() // size, size
-        self._call(*rows, self._epsilon, self._one_added, torch.get_num_threads())
+        self._call(
+            hidden.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            self._weight.data_ptr(),
+            out.data_ptr(),
+            hidden.numel() // size,
+            size,
+            self._epsilon,
+            self._one_added,
+            torch.get_num_threads(),
+        )
         return out if residual is None else (out, residual)
 
 

@@ -161,11 +161,18 @@ class Fusion:
             yield reports[-1]
 
         self._run_without_kv(rotary)
-        logits = runner.logits(self._hidden_1SM) if self._sink is None else torch.empty(0)
-        layers = tuple(recomputed), tuple(projected), self._deviation_N()
-        counts = prompt.reusable_tokens, prompt.exact_tokens
         return FusionResult(
-            logits, cache.cache, prompt.token_ids, *layers, *counts, tuple(reports), cache.memory, tuple(questions)
+            runner.logits(self._hidden_1SM) if self._sink is None else torch.empty(0),
+            cache.cache,
+            prompt.token_ids,
+            tuple(recomputed),
+            tuple(projected),
+            self._deviation_N(),
+            prompt.reusable_tokens,
+            prompt.exact_tokens,
+            tuple(reports),
+            cache.memory,
+            tuple(questions),
         )
 
     def _keep_last(self, layer: int, layer_kv: LayerKV, cos_sin_N: CosSin, *, is_projected: bool) -> Rows:
@@ -258,11 +265,17 @@ class Fusion:
         """Mask (S,) of the rows that stay: all that are not reusable, the selector's choice, and the prompt's last."""
         reusable_S = self._prompt.reusable_N[positions_S]
         candidates_C = positions_S[reusable_S]
-        counts = layer, self._runner.geometry.layers, self._prompt.reusable_tokens
-        attention_C = self._attention_LN[min(layer, len(self._attention_LN) - 1), candidates_C]
-        bridge_C, offset_C = self._bridge_N[candidates_C], self._prompt.offset_N[candidates_C]
-        others = len(positions_S) - len(candidates_C)
-        step = SelectionStep(*counts, candidates_C, deviation_C, attention_C, bridge_C, offset_C, others)
+        step = SelectionStep(
+            layer,
+            self._runner.geometry.layers,
+            self._prompt.reusable_tokens,
+            candidates_C,
+            deviation_C,
+            self._attention_LN[min(layer, len(self._attention_LN) - 1), candidates_C],
+            self._bridge_N[candidates_C],
+            self._prompt.offset_N[candidates_C],
+            len(positions_S) - len(candidates_C),
+        )
         keep_S = ~reusable_S
         keep_S[reusable_S] = self._selector.select(step)
         keep_S[-1] = True  # the prompt's last position, whose output gives the logits

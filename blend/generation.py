@@ -220,9 +220,17 @@ class DecodeKernel:
         fresh = [x if x.stride(-1) == 1 else x.contiguous() for x in (q_1QRD, k_1HRD, v_1HRD)]
         out_1RQD = q_1QRD.new_empty(1, count, heads, size)
         sinks_Q = None if sinks_Q is None else sinks_Q.float().contiguous()
-        rows = *(ctypes.byref(HeadRows.of(x)) for x in fresh), (ctypes.c_int64 * len(words))(*words), count, k_1HRD.shape[1]
-        scores = scaling, softcap or 0.0, None if sinks_Q is None else sinks_Q.data_ptr()
-        failed = self._call(*rows, *scores, torch.get_num_threads(), out_1RQD.data_ptr())
+        failed = self._call(
+            *(ctypes.byref(HeadRows.of(x)) for x in fresh),
+            (ctypes.c_int64 * len(words))(*words),
+            count,
+            k_1HRD.shape[1],
+            scaling,
+            softcap or 0.0,
+            None if sinks_Q is None else sinks_Q.data_ptr(),
+            torch.get_num_threads(),
+            out_1RQD.data_ptr(),
+        )
         if failed:
             raise MemoryError("the system has no memory left for a decoding step's attention weights")
         return out_1RQD

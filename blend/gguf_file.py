@@ -296,8 +296,14 @@ def _scale_rope(path: Path, config: Any, factors: Sequence[float]) -> None:
     """Put the rope scaling of Llama 3 into a config: a GGUF file has its effect on each frequency, not its parameters."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    limits = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    rope = {**config.rope_parameters, "rope_type": "llama3", "factor": round(max(factors), 3), **limits}
+    rope = {
+        **config.rope_parameters,
+        "rope_type": "llama3",
+        "factor": round(max(factors), 3),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, 2 * len(factors), 2) / (2 * len(factors)))
     config.rope_parameters = rope
     scaled = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0]

@@ -62,8 +62,15 @@ class ChunkKey:
             raise ConfigError("codec", codec, f"use one of {', '.join(sorted(CODECS))}")
         if not len(token_ids):
             raise InputError("a ChunkKey needs at least one token id; got none")
-        names, ids = (model.encode(), codec.encode()), (_packed("prefix_ids", prefix_ids), _packed("token_ids", token_ids))
-        fields = struct.pack("<q", KEY_FORMAT), *names, *ids, namespace.encode(), *([context.encode()] if context else [])
+        fields = (
+            struct.pack("<q", KEY_FORMAT),
+            model.encode(),
+            codec.encode(),
+            _packed("prefix_ids", prefix_ids),
+            _packed("token_ids", token_ids),
+            namespace.encode(),
+            *([context.encode()] if context else []),
+        )
         return cls(hashlib.sha256(length_prefixed(fields)).hexdigest(), model, codec, namespace)
 
     def __str__(self) -> str:

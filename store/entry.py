@@ -72,9 +72,13 @@ class EntryInfo:
 
     def key_for(self, model: str) -> ChunkKey:
         """The key that these tokens, computed by a model, have."""
-        codec, namespace = self.key.codec, self.key.namespace
         return ChunkKey.of(
-            self.token_ids, prefix_ids=self.prefix_ids, context=self.context, model=model, codec=codec, namespace=namespace
+            self.token_ids,
+            prefix_ids=self.prefix_ids,
+            context=self.context,
+            model=model,
+            codec=self.key.codec,
+            namespace=self.key.namespace,
         )
 
     def decode(self, layer: int, encoded: torch.Tensor) -> LayerPair:
@@ -224,9 +228,14 @@ class EncodedEntry:
         if str(kv.dtype) not in DTYPES or not kv.nbytes:
             names = ", ".join(DTYPES)
             raise InputError(f"a KV of {kv.nbytes} bytes and dtype {kv.dtype} cannot be stored: it must be one of {names}")
-        ids, prefix, heads = tuple(kv.token_ids), tuple(kv.prefix_ids), tuple(map(kv.heads, range(kv.num_layers)))
         info = EntryInfo(
-            key=key, token_ids=ids, prefix_ids=prefix, model=kv.model, dtype=kv.dtype, heads=heads, context=kv.context
+            key=key,
+            token_ids=tuple(kv.token_ids),
+            prefix_ids=tuple(kv.prefix_ids),
+            model=kv.model,
+            dtype=kv.dtype,
+            heads=tuple(map(kv.heads, range(kv.num_layers))),
+            context=kv.context,
         )
         if kv.model is not None and (own := info.key_for(kv.model)) != key:
             raise InputError(

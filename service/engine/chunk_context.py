@@ -120,9 +120,13 @@ class ChunkNaming:
 
     def key(self, token_ids: Sequence[int], earlier: Sequence[Sequence[int]], namespace: str = "") -> ChunkKey:
         """The store's key of a chunk that is computed after these chunks of its document."""
-        context = context_digest(self.context.filler_ids, earlier)
         return ChunkKey.of(
-            token_ids, prefix_ids=self.prefix_ids, context=context, model=self.model, codec=self.codec, namespace=namespace
+            token_ids,
+            prefix_ids=self.prefix_ids,
+            context=context_digest(self.context.filler_ids, earlier),
+            model=self.model,
+            codec=self.codec,
+            namespace=namespace,
         )
 
     def keys_of_document(self, chunks: Sequence[Sequence[int]]) -> list[ChunkKey]:

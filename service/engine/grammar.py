@@ -20,8 +20,13 @@ MAX_SCHEMA_CHARACTERS = 2**16
 MAX_SCHEMA_DEPTH = 32  # each level is one of the compiler's own stack
 MAX_PATTERN_CHARACTERS = 10_000  # of a schema's patterns with their repetitions written out; ((a{100}){100} has as many
 # Of one grammar. A lexer state has 1 to 2 kB. The step fuel is 10 ms of the thread that all requests share.
-GRAMMAR_LIMITS: dict[str, Any] = {"max_lexer_states": 10_000, "step_max_items": 20_000}
-GRAMMAR_LIMITS |= dict.fromkeys(("initial_lexer_fuel", "step_lexer_fuel", "max_grammar_size"), 100_000)
+GRAMMAR_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 100_000,
+    "max_lexer_states": 10_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_grammar_size": 100_000,
+}
 # Models that are asked for JSON may go on with white space for ever.
 JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n {0,8})"}
 ANY_OBJECT: dict[str, Any] = {"type": "object"}

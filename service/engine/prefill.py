@@ -204,8 +204,13 @@ class Prefiller:
 
     def policy(self, ratio: float | None) -> BlendPolicy:
         """How a blend's ratio is chosen: the one that a request asks for, or None for the controller's choice."""
-        quality, layers = self._config.loader.quality_ratio, self._fusor.decoder.geometry.layers
-        return BlendPolicy(ratio=ratio, quality_ratio=quality, layers=layers, controller=self.controller, work=self.work)
+        return BlendPolicy(
+            ratio=ratio,
+            quality_ratio=self._config.loader.quality_ratio,
+            layers=self._fusor.decoder.geometry.layers,
+            controller=self.controller,
+            work=self.work,
+        )
 
     def fetch(self, prompt: PromptTokens) -> None:
         """Fetch the KV of a prompt's chunks that nothing but the remote tier has, while that is faster than computing it."""
@@ -248,9 +253,14 @@ class Prefiller:
         # A GPU computes while the host waits, so there the two can be separated only where the host hardly waited.
         waited = self._fusor.decoder.device.type == "cuda" and wait_s > 0.05 * prefill_s
         controller.record(loading, load_s=load_s, compute_s=None if waited else prefill_s - wait_s)
-        how, predicted_s = ("full recompute", 0.0) if loading.full_recompute else (f"ratio {loading.ratio}", loading.load_s)
-        text = "%s: prefill %.4f s, predicted %.4f; loading %.4f s, predicted %.4f"
-        logger.info(text, how, prefill_s, loading.prefill_s, load_s, predicted_s)
+        logger.info(
+            "%s: prefill %.4f s, predicted %.4f; loading %.4f s, predicted %.4f",
+            "full recompute" if loading.full_recompute else f"ratio {loading.ratio}",
+            prefill_s,
+            loading.prefill_s,
+            load_s,
+            0.0 if loading.full_recompute else loading.load_s,
+        )
 
 
 def _segments(planned: Iterable[BlendSegment]) -> list[Segment]:

@@ -50,10 +50,15 @@ class IngestBody(StrictModel):
     documents: Annotated[list[DocumentBody], Field(min_length=1, fail_fast=True)]
 
 
-_FORM = {"file": {"type": "string", "format": "binary"}, "id": {"type": "string"}}
 _UPLOAD_SCHEMA = {
     "application/json": {"schema": IngestBody.model_json_schema(ref_template="#/components/schemas/{model}")},
-    "multipart/form-data": {"schema": {"type": "object", "required": ["file"], "properties": _FORM}},
+    "multipart/form-data": {
+        "schema": {
+            "type": "object",
+            "required": ["file"],
+            "properties": {"file": {"type": "string", "format": "binary"}, "id": {"type": "string"}},
+        }
+    },
 }
 
 
