@@ -246,16 +246,25 @@ def book_parts(path: Path) -> Iterator[tuple[str, str, str]]:
     yield "", "\n\n".join([*names, *chapters]), ""
 
 
+def _is_utf8(raw: bytes) -> bool:
+    try:
+        return raw.decode() is not None
+    except UnicodeDecodeError:
+        return False
+
+
 def html_text(raw: bytes, *, is_page: bool = True) -> str:
     """The text of HTML: of a page its title, and where it has menus, its article."""
     from lxml import html
 
     if not raw.strip():
         return ""
-    try:
-        encoding = "utf-8" if raw.decode("utf-8-sig") else None
-    except UnicodeDecodeError:
-        encoding = None if b"charset" in raw[:MAX_SAMPLE_BYTES] else detected_encoding(raw)
+    encoding: str | None = "utf-8"
+    if b"\x1b$" in raw or not _is_utf8(raw):  # the first begins Japanese or Korean in ASCII's bytes
+        if b"charset" in raw[:MAX_SAMPLE_BYTES]:
+            encoding = None
+        else:  # libxml2 does not know all code pages
+            raw = raw.decode(detected_encoding(raw) or "utf-8", errors="replace").encode()
     tree = html.document_fromstring(raw.removeprefix(codecs.BOM_UTF8), parser=html.HTMLParser(encoding=encoding))
     for element in list(tree.iter()):
         is_hidden = element.get("hidden") is not None or _HIDDEN.search(element.get("style") or "")

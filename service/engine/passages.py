@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -50,7 +51,7 @@ class FoundPassages:
 
 
 def locate(prompt_ids: Sequence[int], passages: Iterable[tuple[Sequence[int], int]]) -> list[tuple[int, int, int] | None]:
-    """Where passages stand in a prompt, in its order.
+    """Where passages stand in a prompt; most templates keep the messages' order, some put the system message last.
 
     Tokens at a passage's ends may be others there than where it is tokenised by itself; such tokens are left out.
 
@@ -62,22 +63,28 @@ def locate(prompt_ids: Sequence[int], passages: Iterable[tuple[Sequence[int], in
         For each the first and last position but one in the prompt, and its first token that is meant; None where it is not.
     """
     prompt, done, lost = "".join(map(chr, prompt_ids)), 0, 0  # text, as Python searches it in linear time
+    taken = list[tuple[int, int]]()  # in the prompt's order
     found: list[tuple[int, int, int] | None] = []
     for ids, skipped in passages:
         passage = "".join(map(chr, ids))
         edge = min(EDGE_TOKENS, (len(ids) - skipped) // 4)
         first, last = skipped + edge, len(ids) - edge
-        start = prompt.find(passage[first:last], done) if last - first >= LEAST_TOKENS // 2 and lost < MAX_LOST else -1
-        if start < 0:
-            lost += 1
+        start, is_long = -1, last - first >= LEAST_TOKENS // 2
+        if is_long and lost < MAX_LOST:
+            start = prompt.find(passage[first:last], done)
+            start = prompt.find(passage[first:last]) if start < 0 else start
+        stop, at = start + last - first, bisect(taken, (start, start))
+        least, most = taken[at - 1][1] if at else 0, taken[at][0] if at < len(taken) else len(prompt) - 1
+        if start < least or stop > most:
+            lost += is_long
             found.append(None)
             continue
-        stop = start + last - first
-        while start > done and first > skipped and prompt[start - 1] == passage[first - 1]:
+        while start > least and first > skipped and prompt[start - 1] == passage[first - 1]:
             start, first = start - 1, first - 1
-        while stop < len(prompt) - 1 and last < len(ids) and prompt[stop] == passage[last]:
+        while stop < most and last < len(ids) and prompt[stop] == passage[last]:
             stop, last = stop + 1, last + 1
-        done = stop
+        done, lost = stop, 0
+        taken.insert(at, (start, stop))
         found.append((start, stop, first) if stop - start >= LEAST_TOKENS else None)
     return found
 
@@ -117,6 +124,7 @@ class PassageReuse:
                 engine.background.submit(missing[key])
         # 3. The prompt's rows: passages that are stored and not in the prefix, and what stands between them.
         hits = [(chunk, place) for chunk, *place, _ in located if chunk.key in stored and place[0] >= exact]
+        hits.sort(key=lambda hit: hit[1][0])
         reused = sum(stop - start for _, (start, stop, _) in hits)
         if not hits or reused < LEAST_SHARE * (len(token_ids) - exact):
             return prompt

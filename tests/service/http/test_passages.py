@@ -17,6 +17,7 @@ from engines import OpenEngine, make_model
 
 from cacheblend.blend import Fusor
 from cacheblend.service import Engine
+from cacheblend.service.engine.passages import locate
 from cacheblend.service.engine.request import Request
 
 TEMPLATE = (
@@ -246,3 +247,14 @@ def test_switched_off(passages_fusor: Fusor, open_engine: OpenEngine) -> None:
     """Without the option nothing is looked for."""
     engine = open_engine(fusor=passages_fusor, find_passages=False)
     assert not engine.find_passages([("user", f"<source>{TEXTS[0]}</source>")]).passages
+
+
+def test_passages_stand_where_the_template_puts_them() -> None:
+    """In any order, at the prompt's ends, one of two that are equal, and after many that the template has left out."""
+    first, second, absent = (tuple(range(start, start + 40)) for start in (100, 200, 900))
+    prompt = (1, *first, 2, *second)
+    places = [(1, 41, 0), (42, 81, 0)]  # the last token is always computed
+    assert locate(prompt, [(first, 0), (second, 0)]) == places
+    assert locate(prompt, [(second, 0), (first, 0)]) == places[::-1]
+    assert locate(prompt, [(first, 0), (first, 0)]) == [places[0], None]
+    assert locate(prompt, [*[(absent, 0)] * 7, *[((1,), 0)] * 5, (first, 0)])[-1] == places[0]
