@@ -98,7 +98,9 @@ class StoredTexts:
                 work -= length
                 if work > 0 and hash(part := text[start : start + length]) == digest:
                     chunk = self._read(id_)
-                    if chunk is not None and part in _cores(chunk.title, chunk.text):
+                    if chunk is None:  # deleted since
+                        candidates.remove((id_, length, digest))
+                    elif part in _cores(chunk.title, chunk.text):
                         found.append(Passage(start, done := start + length, "stored", chunk))
                         break
         return found
