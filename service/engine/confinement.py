@@ -29,13 +29,14 @@ CALLS = (
         "sched_getaffinity",
         "clock_gettime",
         "clock_getres",
-        "gettimeofday",
         "clock_nanosleep",
         "nanosleep",
+        "gettimeofday",
     ),
     *("rt_sigaction", "rt_sigprocmask", "rt_sigreturn", "sigaltstack", "getrandom", "getpid", "gettid", "getuid", "geteuid"),
     *("getgid", "getegid", "getrusage", "uname", "sysinfo", "exit", "exit_group"),
 )
+MEANS = ("landlock", "seccomp")
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.ENOSYS  # as an older system has it; libraries have another way for that
 CREATE_RULES, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # Landlock's calls, on every processor
 READ_FILE, READ_FOLDER = 1 << 2, 1 << 3
@@ -57,11 +58,11 @@ def confine(file: Path) -> list[str]:
     for name, value in (("FSIZE", 0), ("CORE", 0), ("CPU", MAX_CPU_S), ("AS", MAX_MEMORY_BYTES)):
         with suppress(ValueError, OSError):  # as a system has them
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
-    for means in (_by_landlock, _by_seccomp):
+    for means, bind in zip(MEANS, (_by_landlock, _by_seccomp), strict=True):
         try:
-            means(file)
-        except (OSError, AttributeError) as error:
-            lacks.append(f"{means.__name__.removeprefix('_by_')} ({error})")
+            bind(file)
+        except (OSError, AttributeError):
+            lacks.append(means)
     sys.addaudithook(_refuse)
     return lacks
 

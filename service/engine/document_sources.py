@@ -66,6 +66,7 @@ class SourceReport:
     faults: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     strict: bool = False
+    faulty_parts: int = field(default=0, init=False, compare=False)  # as often as they were noted
     _versions: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @contextmanager
@@ -87,6 +88,7 @@ class SourceReport:
         if why == BLANK:
             self.skipped[place] = why
         else:
+            self.faulty_parts += 1
             self.faults[place] = f"{place}: {why}"
 
     def distinct(self, source: str, documents: Iterable[Document]) -> Iterator[Document]:
@@ -130,7 +132,7 @@ class DocumentStream:
         characters: of the texts that were given so far.
         report: of what was left out.
         ids: of the documents that were given so far.
-        files: the ids of the files that they are parts of.
+        files: the ids of the files that they are parts of, without those of which a part could not be read.
     """
 
     def __init__(self, sources: Sequence[str], web: WebFiles | None = None) -> None:
@@ -187,8 +189,10 @@ class DocumentStream:
             for file, id_ in source_files(source, self.report.skipped):
                 with self.report.noting(str(file), is_found=Path(source) != file):
                     on_file(file)
-                    self.files.add(id_)
+                    self.files.discard(id_)  # which an earlier reading may have added
+                    before = self.report.faulty_parts
                     yield from file_documents(file, id_, self._converter, fault=self.report.note)
+                    self.files.update([id_] if self.report.faulty_parts == before else ())
 
 
 def _is_url(source: str) -> bool:
@@ -303,12 +307,14 @@ def file_documents(
         return
     if name.endswith(CONVERTED_SUFFIXES):
         for part in converter.convert(path, check, where):
-            if part.fault:
-                fault(f"{where}, {part.place}", part.fault)
-                continue
-            place = f"#{part.place}" if part.place else ""
+            place, at = (f"#{part.place}", f"{where}, {part.place}") if part.place else ("", where)
             of_part = f"{title}, {part.place.replace('=', ' ')}" if place else title
-            yield _document({"id": id_ + place, "title": of_part, "text": part.text}, where)
+            try:
+                if part.fault:
+                    raise InputError(part.fault)
+                yield _document({"id": id_ + place, "title": of_part, "text": part.text}, at)
+            except InputError as error:
+                fault(at, str(error).removeprefix(f"{at}: "))
         return
     yield _document({"id": id_, "title": title, "text": _read_text(path, where)}, where)
 
@@ -392,9 +398,11 @@ def _line_value(raw: bytes, where: str) -> Any:
         raise InputError(f"{where}: not UTF-8 ({found}); save it as UTF-8") from None
 
 
-def check_json(raw: bytes, where: str, max_values: int = MAX_VALUES, piece_bytes: int = PIECE_BYTES) -> None:
+def check_json(
+    raw: bytes, where: str, max_values: int = MAX_VALUES, piece_bytes: int = PIECE_BYTES, max_text_bytes: int = MAX_TEXT_BYTES
+) -> None:
     """Raise InputError for JSON, unread, of over `max_values` values (strings, and what commas and brackets separate), or
-    with a string of over `MAX_TEXT_BYTES`.
+    with a string of over `max_text_bytes`.
     """
     values = text_bytes = start = 0
     in_text = False
@@ -412,8 +420,8 @@ def check_json(raw: bytes, where: str, max_values: int = MAX_VALUES, piece_bytes
                 text_bytes += len(part)
             else:
                 values += part.count(b",") + part.count(b"[") + part.count(b"{")
-            if text_bytes > MAX_TEXT_BYTES:
-                raise InputError(f"{where}: a text of more than {MAX_TEXT_BYTES} bytes; split it into several documents")
+            if text_bytes > max_text_bytes:
+                raise InputError(f"{where}: a text of more than {max_text_bytes} bytes; split it into several documents")
         if values > max_values:
             raise InputError(f"{where}: more than {max_values} values; send it in parts")
 
@@ -438,11 +446,9 @@ def _line_documents(lines: Iterable[tuple[str, bytes]], fault: Fault) -> Iterato
                 raise InputError(f'{where}: not a document {{"id", "title", "text"}}; give each line a text')
             if isinstance(value.get("id"), int):
                 value["id"] = str(value["id"])
-            document = _document(value, where)
+            yield _document(value, where)
         except InputError as error:
             fault(where, str(error).removeprefix(f"{where}: "))
-        else:
-            yield document
 
 
 def _document(raw: dict[str, Any], where: str) -> Document:

@@ -29,7 +29,7 @@ from typing import Any
 
 from cacheblend.base.errors import InputError, MissingExtraError
 
-from .confinement import confine
+from .confinement import MEANS, confine
 from .file_readers import read_parts
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ TIMEOUT_S = 120.0  # a file, with the start of the process
 CHECK_EVERY_S = 0.1  # while a file is converted
 READ_BYTES = 2**20  # of an answer at once
 MAX_ANSWER_BYTES = 12 * MAX_CHARACTERS + 2**24  # two escapes of JSON a character
+MAX_ANSWER_VALUES = 2_000_000  # strings, commas and brackets: some 7 a part
 MAX_PATH_BYTES = 2**15  # as JSON
 TOO_MUCH_MEMORY = "needs more memory than a file may have"
 CONVERTING = threading.Lock()  # one conversion at a time in all, since each may take the memory of one
@@ -96,15 +97,14 @@ class FileConverter:
             answer = self._ask(path, check)
         finally:
             CONVERTING.release()
-        if lacks := answer.get("lacks"):
+        if lacks := [means for means in MEANS if means in answer.get("lacks", ())]:
             _warn_of(*lacks)
         if missing := answer.get("missing"):
             raise MissingExtraError(missing, EXTRA)
         if error := answer.get("error"):
             raise InputError(f"{where}: {error}")
-        found = [TextPart(*part) for part in answer["parts"]]
-        faults = [part for part in found if part.fault]
-        parts = join_short_parts([part for part in found if part.text.strip()])
+        faults = [part for part in answer["parts"] if part.fault]
+        parts = join_short_parts([part for part in answer["parts"] if part.text.strip()])
         if not parts:
             raise InputError(f"{where}: {faults[0].fault if faults else 'no text in it; leave it out'}")
         parts += _same_faults(faults)
@@ -126,8 +126,7 @@ class FileConverter:
         except BaseException:
             self.close()
             raise
-        if answer is not None and answer.endswith(b"\n"):
-            found: dict[str, Any] = json.loads(answer)
+        if answer is not None and answer.endswith(b"\n") and (found := _parsed(answer)):
             return found
         self.close()
         if answer is None:
@@ -168,6 +167,20 @@ class FileConverter:
             self._process.wait()
             self._paths.close()
             self._process = None
+
+
+def _parsed(answer: bytes) -> dict[str, Any] | None:
+    """The values of an answer, checked, since a file may have taken its reader over; None of one that no reader gives."""
+    from .document_sources import check_json  # which imports this module
+
+    try:
+        check_json(answer, "the answer", MAX_ANSWER_VALUES, max_text_bytes=MAX_ANSWER_BYTES)
+        found: dict[str, Any] = json.loads(answer)
+        parts, words = found.get("parts", []), [found.get(name, "") for name in ("error", "missing")]
+        "".join([*words, *found.get("lacks", []), *(text for part in parts for text in part)])  # TypeError if one is no text
+        return {**found, "parts": [TextPart(*part) for part in parts]}
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 @cache

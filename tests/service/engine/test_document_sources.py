@@ -22,7 +22,14 @@ from fakes import tiny_tokenizer
 from cacheblend.base.errors import InputError
 from cacheblend.retriever import Document, PlainTokenizer
 from cacheblend.service.engine import file_converter
-from cacheblend.service.engine.document_sources import MAX_LINE_BYTES, MAX_TEXT_BYTES, DocumentStream, SourceReport, StreamSize
+from cacheblend.service.engine.document_sources import (
+    MAX_LINE_BYTES,
+    MAX_TEXT_BYTES,
+    DocumentStream,
+    SourceReport,
+    StreamSize,
+    file_documents,
+)
 from cacheblend.service.engine.file_converter import FileConverter, TextPart, join_short_parts
 
 LINE = json.dumps({"id": "one", "text": "some text"})
@@ -278,6 +285,60 @@ def test_a_file_that_needs_much_memory_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="needs more memory than a file may have"):
             converter.convert(tmp_path / "bomb.xlsx")
         assert "some words" in converter.convert(tmp_path / "fine.xlsx")[0].text
+
+
+def test_a_reader_that_was_taken_over_is_not_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever it answers is an error of its file, in bounds, and what it says of its confinement is no text of its own."""
+    (tmp_path / "hostile.pdf").write_bytes(pdf([LONG]))
+    answers = [
+        *({}, [], 3, None, {"lacks": [[1]]}, {"error": {}}, {"missing": [1]}, {"error": "bad", "lacks": ["forged\nline"]}),
+        *({"parts": parts} for parts in (5, [5], [["page=1"]], [["page=1", 2, ""]], [["", "text", "", ""]])),
+    ]
+    many = b'{"a": [' + b"[]," * 2**20 + b"3]}"
+    given = [*(json.dumps(one).encode() for one in answers), b"", b"{", b"\xff", b"[" * 100_000, many]
+
+    class Taken(FileConverter):
+        def _read(self, *_: object) -> bytes:
+            return given.pop() + b"\n"
+
+    with closing(Taken()) as converter:
+        while given:
+            with pytest.raises(InputError, match=r"hostile\.pdf: "):
+                converter.convert(tmp_path / "hostile.pdf")
+        given.append(json.dumps({"parts": [["page=1", LONG, ""]], "lacks": ["forged", "seccomp"]}).encode())
+        assert converter.convert(tmp_path / "hostile.pdf") == [TextPart("page=1", LONG)]
+    assert "forged" not in caplog.text
+
+
+class Parts(FileConverter):
+    """Of every file, a sheet that is longer than a document may be, and one that is not."""
+
+    def convert(self, *_: object) -> list[TextPart]:
+        return [TextPart("sheet=A", "x" * (MAX_TEXT_BYTES + 1)), TextPart("sheet=B", "some words")]
+
+
+def test_a_long_sheet_leaves_the_others(tmp_path: Path) -> None:
+    """It is a fault with its place, and those that follow it are read."""
+    report = SourceReport()
+    documents = list(file_documents(tmp_path / "a.xlsx", "a.xlsx", Parts(), where="a.xlsx", fault=report.note))
+    assert [one.id for one in documents] == ["a.xlsx#sheet=B"]
+    [(place, why)] = report.faults.items()
+    assert (place, why.count("a.xlsx")) == ("a.xlsx, sheet=A", 1)
+    assert "a text of more than 8 MiB" in why
+
+
+def test_files_that_were_not_read_whole_keep_their_pages(tmp_path: Path) -> None:
+    """Only those count as read, whose missing pages are deleted, of which nothing failed, in the last reading."""
+    (tmp_path / "bad.txt").write_bytes(b"\0\0")
+    (tmp_path / "part.jsonl").write_text(f"{LINE}\nnot json\n")
+    for name in ("good.txt", "later.txt"):
+        (tmp_path / name).write_text(name)
+    with closing(DocumentStream([str(tmp_path)])) as stream:
+        stream.measure()
+        assert stream.files == {"good.txt", "later.txt"}
+        (tmp_path / "later.txt").write_bytes(b"\0\0")
+        assert {one.id for one in stream} == {"good.txt", "one"}
+        assert stream.files == {"good.txt"}
 
 
 @needs_documents

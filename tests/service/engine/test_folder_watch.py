@@ -124,6 +124,11 @@ def test_files_that_cannot_be_used(open_engine: OpenEngine, folder: Path) -> Non
     assert not watch.follow()
     (folder / "boats.md").write_text("The boat is mended.")
     assert watch.follow().ingested.replaced == 1
+    (folder / "rooms.jsonl").write_text('{"id": "one", "text": "The green room is upstairs."}\n{"id": "two", "te')
+    assert watch.follow().deleted == 0
+    lines(folder / "rooms.jsonl", one="The green room is upstairs.")
+    assert watch.follow().deleted == 1
+    assert "two" not in ids(engine)
 
 
 def test_two_folders_with_one_name(open_engine: OpenEngine, folder: Path, tmp_path: Path) -> None:
