@@ -23,16 +23,8 @@ CALLS = (
     *("read", "pread64", "readv", "write", "writev", "close", "lseek", "fcntl", "dup", "poll", "ppoll", "select", "pselect6"),
     *("open", "openat", "stat", "lstat", "fstat", "newfstatat", "statx", "access", "faccessat", "faccessat2"),
     *("readlink", "readlinkat", "getcwd", "getdents64", "mmap", "munmap", "mprotect", "mremap", "madvise", "brk"),
-    *(
-        "futex",
-        "sched_yield",
-        "sched_getaffinity",
-        "clock_gettime",
-        "clock_getres",
-        "clock_nanosleep",
-        "nanosleep",
-        "gettimeofday",
-    ),
+    *("futex", "sched_yield", "sched_getaffinity"),
+    *("clock_gettime", "clock_getres", "clock_nanosleep", "nanosleep", "gettimeofday"),
     *("rt_sigaction", "rt_sigprocmask", "rt_sigreturn", "sigaltstack", "getrandom", "getpid", "gettid", "getuid", "geteuid"),
     *("getgid", "getegid", "getrusage", "uname", "sysinfo", "exit", "exit_group"),
 )
