@@ -1,44 +1,56 @@
 """Confinement of a process that reads one untrusted file: limits of the system, seccomp, Landlock, and a hook of Python's.
 
 seccomp leaves the calls of `CALLS`: no socket, program, process, thread or signal, nothing that changes a file or another
-process. Landlock leaves the file and the folders of Python's libraries, which import some of their parts late. Both are of
-Linux and bind the process for good, whoever runs in it. The hook refuses only Python's calls, elsewhere too.
+process. Landlock leaves the file and the folders of Python, of installed packages and of those imported, which import some of
+their parts late, and no other folder of `sys.path`. Both are of Linux and bind the process for good, whoever runs in it. The
+hook refuses only Python's calls, elsewhere too.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import resource
+import site
 import sys
+import sysconfig
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 MAX_MEMORY_BYTES = 2**30  # of address space, of which the libraries take 0.3 GiB
 MAX_CPU_S = 120
 SYSTEM_LIBRARIES = ("/usr/lib", "/lib", "/lib64", "/usr/share/zoneinfo")
 CALLS = (
-    *("read", "pread64", "readv", "write", "writev", "close", "lseek", "fcntl", "dup", "poll", "ppoll", "select", "pselect6"),
+    *("read", "pread64", "readv", "write", "writev", "close", "lseek", "dup", "poll", "ppoll", "select", "pselect6"),
     *("open", "openat", "stat", "lstat", "fstat", "newfstatat", "statx", "access", "faccessat", "faccessat2"),
     *("readlink", "readlinkat", "getcwd", "getdents64", "mmap", "munmap", "mprotect", "mremap", "madvise", "brk"),
-    *("futex", "sched_yield", "sched_getaffinity"),
-    *("clock_gettime", "clock_getres", "clock_nanosleep", "nanosleep", "gettimeofday"),
+    *("futex", "sched_yield", "sched_getaffinity", "clock_gettime", "clock_getres", "gettimeofday", "clock_nanosleep"),
     *("rt_sigaction", "rt_sigprocmask", "rt_sigreturn", "sigaltstack", "getrandom", "getpid", "gettid", "getuid", "geteuid"),
-    *("getgid", "getegid", "getrusage", "uname", "sysinfo", "exit", "exit_group"),
+    *("nanosleep", "getgid", "getegid", "getrusage", "uname", "sysinfo", "exit", "exit_group"),
 )
 MEANS = ("landlock", "seccomp")
+# Of fcntl; others have the system send any signal to any process of the user.
+FCNTL_COMMANDS = (fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL)
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.ENOSYS  # as an older system has it; libraries have another way for that
 CREATE_RULES, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # Landlock's calls, on every processor
 READ_FILE, READ_FOLDER = 1 << 2, 1 << 3
 RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # that a version of Landlock knows; from 5 on 16
+NO_SIGNALS_OR_SOCKETS = 3  # to other processes; versions from 6 on know it
 SET_NO_NEW_PRIVILEGES = 38
+EQUAL = 4  # seccomp's comparison
 
 
 class _Beneath(ctypes.Structure):
     _pack_ = 1
     _fields_ = (("rights", ctypes.c_uint64), ("folder", ctypes.c_int32))
+
+
+class _Argument(ctypes.Structure):
+    _fields_ = (("place", ctypes.c_uint), ("comparison", ctypes.c_int), ("value", ctypes.c_uint64), ("unused", ctypes.c_uint64))
 
 
 def confine(file: Path) -> list[str]:
@@ -74,10 +86,9 @@ def _by_landlock(file: Path) -> None:
         return result
 
     version = call(CREATE_RULES, None, ctypes.c_size_t(0), 1)
-    handled = ctypes.c_uint64((1 << RIGHTS.get(version, 16)) - 1)
-    rules = call(CREATE_RULES, ctypes.byref(handled), ctypes.c_size_t(8), 0)
-    here = Path.cwd()
-    for path in {file, *map(Path, (*SYSTEM_LIBRARIES, *sys.path))} - {here}:
+    handled = (ctypes.c_uint64 * 3)((1 << RIGHTS.get(version, 16)) - 1, 0, NO_SIGNALS_OR_SOCKETS)
+    rules = call(CREATE_RULES, ctypes.byref(handled), ctypes.c_size_t(24 if version >= 6 else 8), 0)
+    for path in {file, *map(Path, (*SYSTEM_LIBRARIES, *_library_folders()))}:
         with suppress(OSError):
             opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
             rights = READ_FILE | READ_FOLDER if path.is_dir() else READ_FILE
@@ -88,6 +99,14 @@ def _by_landlock(file: Path) -> None:
     os.close(rules)
 
 
+def _library_folders() -> set[str]:
+    """Of Python, of what is installed for it, and of the packages imported, wherever they are: a checkout has links to them."""
+    folders = {*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), *site.getsitepackages()}
+    folders |= {site.getusersitepackages()} & {*sys.path}
+    modules = [module for module in sys.modules.values() if isinstance(module, ModuleType)]
+    return folders.union(*(vars(module).get("__path__", ()) for module in modules))
+
+
 def _by_seccomp(_: Path) -> None:
     """Restrict the calls of the system by seccomp; OSError where its library is not."""
     library = ctypes.CDLL("libseccomp.so.2", use_errno=True)
@@ -96,5 +115,9 @@ def _by_seccomp(_: Path) -> None:
     for name in CALLS:
         if (number := library.seccomp_syscall_resolve_name(name.encode())) >= 0:  # some are not of every processor
             library.seccomp_rule_add(rules, ctypes.c_uint32(ALLOW), number, 0)
+    number = library.seccomp_syscall_resolve_name(b"fcntl")
+    for command in FCNTL_COMMANDS:
+        is_command = _Argument(1, EQUAL, command, 0)
+        library.seccomp_rule_add_array(rules, ctypes.c_uint32(ALLOW), number, 1, ctypes.byref(is_command))
     if failed := library.seccomp_load(rules):
         raise OSError(-failed, os.strerror(-failed))
