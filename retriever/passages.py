@@ -95,14 +95,15 @@ class StoredTexts:
             if candidates is None or start < done:
                 continue
             for id_, length, digest in sorted(candidates, key=lambda one: -one[1]):
-                work -= length
-                if work > 0 and hash(part := text[start : start + length]) == digest:
-                    chunk = self._read(id_)
-                    if chunk is None:  # deleted since
-                        candidates.remove((id_, length, digest))
-                    elif part in _cores(chunk.title, chunk.text):
-                        found.append(Passage(start, done := start + length, "stored", chunk))
-                        break
+                work, part = work - length, text[start : start + length]
+                if work <= 0 or hash(part) != digest:
+                    continue
+                chunk = self._read(id_)
+                if chunk is None:  # deleted since
+                    candidates.remove((id_, length, digest))
+                elif part in _cores(chunk.title, chunk.text):
+                    found.append(Passage(start, done := start + length, "stored", chunk))
+                    break
         return found
 
 

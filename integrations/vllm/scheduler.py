@@ -63,12 +63,8 @@ class Marks:
             raise InputError(f"ratio={ratio!r}: give a number from 0 to 1")
         if documents and (len(documents) != len(spans) or not all(type(document) is int for document in documents)):
             raise InputError("documents: give a whole number for each chunk")
-        return cls(
-            spans,
-            tuple(documents) or tuple(range(len(spans))),
-            None if ratio is None else float(ratio),
-            params.get("found") is True,
-        )
+        order = tuple(documents) or tuple(range(len(spans)))
+        return cls(spans, order, None if ratio is None else float(ratio), params.get("found") is True)
 
     def salt(self, ratio: float, context: str) -> bytes:
         """Salt of blocks blended with these marks at a ratio after a context: exact ones and others have other names."""

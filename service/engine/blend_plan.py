@@ -152,13 +152,8 @@ def plan_blend(prompt: PromptTokens, found: Found, policy: BlendPolicy) -> Blend
     segments = [*([] if prefix is None else [prefix]), BlendSegment(before), *chunks, BlendSegment(after)]
     # 3. The misses, whose KV is computed and stored afterwards.
     misses = [chunk for chunk, kv in zip(prompt.chunks, found.chunks, strict=True) if kv is None and chunk.key is not None]
-    return BlendPlan(
-        segments=tuple(segment for segment in segments if segment.token_ids),
-        ratio=ratio,
-        full_recompute=full,
-        misses=tuple(misses),
-        predicted=predicted,
-    )
+    filled = tuple(segment for segment in segments if segment.token_ids)
+    return BlendPlan(segments=filled, ratio=ratio, full_recompute=full, misses=tuple(misses), predicted=predicted)
 
 
 def fresh_records(prompt: PromptTokens, tokens: int = 0) -> list[PlannedSegment]:

@@ -80,15 +80,8 @@ class Engine:
             self.background = BackgroundPrecompute(encoder, self.store, self.retriever, self.foreground)
             opened.callback(self.background.close)
             self.prefixes = PrefixCache(self.fusor, config.prefix_budget_bytes)
-            self._prefiller = Prefiller(
-                self.fusor,
-                self.store,
-                self.prefixes,
-                encoder,
-                self.background,
-                config,
-                find_controller(config, self.fusor) if self.fusor.exact_reason is None else None,
-            )
+            controller = find_controller(config, self.fusor) if self.fusor.exact_reason is None else None
+            self._prefiller = Prefiller(self.fusor, self.store, self.prefixes, encoder, self.background, config, controller)
             self._passages = PassageReuse(self, encoder, partial(self._prompt_chunks, brought=False))
             self._documents = Documents(self.retriever, self.store, DocumentEncoder(encoder, self.retriever, self.store))
             if not (Path(config.store_dir) / SETTINGS_FILE).exists():

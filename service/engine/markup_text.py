@@ -246,13 +246,6 @@ def book_parts(path: Path) -> Iterator[tuple[str, str, str]]:
     yield "", "\n\n".join([*names, *chapters]), ""
 
 
-def _is_utf8(raw: bytes) -> bool:
-    try:
-        return raw.decode() is not None
-    except UnicodeDecodeError:
-        return False
-
-
 def html_text(raw: bytes, *, is_page: bool = True) -> str:
     """The text of HTML: of a page its title, and where it has menus, its article."""
     from lxml import html
@@ -260,7 +253,8 @@ def html_text(raw: bytes, *, is_page: bool = True) -> str:
     if not raw.strip():
         return ""
     encoding: str | None = "utf-8"
-    if b"\x1b$" in raw or not _is_utf8(raw):  # the first begins Japanese or Korean in ASCII's bytes
+    is_utf8 = raw.decode(errors="ignore").encode() == raw
+    if b"\x1b$" in raw or not is_utf8:  # the first begins Japanese or Korean in ASCII's bytes
         if b"charset" in raw[:MAX_SAMPLE_BYTES]:
             encoding = None
         else:  # libxml2 does not know all code pages

@@ -144,18 +144,12 @@ def engine_configs(config: EngineConfig, tenants: Sequence[TenantConfig]) -> dic
     owners = (config.store, config, config.retriever)
     totals = {budget: next(getattr(owner, budget) for owner in owners if hasattr(owner, budget)) for budget in BUDGETS}
     parts = {budget: _parts(budget, total, tenants) for budget, total in totals.items()}
-    return {
-        tenant.name: from_options(
-            EngineConfig,
-            {
-                "store_dir": Path(config.store_dir) / TENANTS_FOLDER / tenant.name,
-                "remote_tenant": tenant.name,
-                **{budget: part[tenant.name] for budget, part in parts.items()},
-            },
-            config,
-        )
-        for tenant in tenants
-    }
+    configs = dict[str, EngineConfig]()
+    for tenant in tenants:
+        own: dict[str, Any] = {"store_dir": Path(config.store_dir) / TENANTS_FOLDER / tenant.name, "remote_tenant": tenant.name}
+        own |= {budget: part[tenant.name] for budget, part in parts.items()}
+        configs[tenant.name] = from_options(EngineConfig, own, config)
+    return configs
 
 
 def _parts(budget: str, total_bytes: int | None, tenants: Sequence[TenantConfig]) -> dict[str, int | None]:

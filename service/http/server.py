@@ -207,13 +207,8 @@ async def run_call(pool: CallPool, request: Request, work: Callable[[Check], _Re
         ClientGoneError: the client has left; the work ends at its next check.
     """
     server: Server = request.app.state.server
-    call = Call(
-        work,
-        tenant=request.state.tenant,
-        deadline_s=server.scheduler.config.deadline_s,
-        arrived=request.state.arrived,
-        until_begun=until_begun,
-    )
+    state, deadline_s = request.state, server.scheduler.config.deadline_s
+    call = Call(work, tenant=state.tenant, deadline_s=deadline_s, arrived=state.arrived, until_begun=until_begun)
     pool.submit(call)
     try:
         return await while_client_waits(request, asyncio.wrap_future(call.future), call.check)
