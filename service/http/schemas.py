@@ -148,12 +148,18 @@ InputTexts = Annotated[list[Text], Field(min_length=1, max_length=2048, fail_fas
 Inputs = Annotated[InputTexts, BeforeValidator(_without_token_ids), ListOfTexts]
 
 
+def _say_null(schema: dict[str, Any]) -> None:
+    """Describe fields that may be left out as fields that may be null."""
+    for name in schema["properties"].keys() - schema.get("required", ()):
+        schema["properties"][name] = {"anyOf": [schema["properties"][name], {"type": "null"}]}
+
+
 class StrictModel(BaseModel):
     """Null is as if the field were left out. A field that is not known is refused, for it has no effect; `ignored` ones, which
     clients send, may hold anything. With `ignores_unknown` the log has one line for each that is not known.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=_say_null)
     ignored: ClassVar[frozenset[str]] = frozenset()
     ignores_unknown: ClassVar[bool] = False
     noted: ClassVar[set[str]] = set()  # of all models, and at most `MAX_FIELDS`: names come from clients
