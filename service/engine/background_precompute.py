@@ -1,4 +1,4 @@
-"""KV of chunks that requests missed, computed in the background and stored (paper §5.1, §6)."""
+"""KV of chunks that requests missed, computed in the background and stored (paper §5.1, §6); requests come first."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cacheblend.base.errors import CacheBlendError
@@ -15,7 +16,6 @@ from cacheblend.store.tiers import AdmissionFilter
 
 from .chunk_context import ChunkEncoder
 from .ingest import FETCH_S
-from .request import Foreground
 
 if TYPE_CHECKING:
     from cacheblend.retriever import Retriever
@@ -25,6 +25,42 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 POSTPONE_TIMES = 9  # of the seconds that the last precompute took: beside running requests it has a tenth of the time
 REMEMBERED_MISSES = 8192  # keys; two misses further apart than so many others count as two first ones
+
+
+class Foreground:
+    """Requests that run on a model now, of all engines that share it; a context manager around each. Thread-safe.
+
+    Background work on the model gives way to them.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running = 0
+
+    @property
+    def running(self) -> int:
+        """Requests that run now."""
+        with self._changed:
+            return self._running
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._running += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._running -= 1
+            self._changed.notify_all()
+
+    def wait_for_pause(self, timeout_s: float, cancelled: Callable[[], bool]) -> None:
+        """Wait until no request runs, at most `timeout_s` seconds; `cancelled` is asked again after each `wake`."""
+        with self._changed:
+            self._changed.wait_for(lambda: cancelled() or not self._running, timeout=timeout_s)
+
+    def wake(self) -> None:
+        """Have all who wait ask again whether they are cancelled."""
+        with self._changed:
+            self._changed.notify_all()
 
 
 class BackgroundPrecompute:

@@ -22,7 +22,7 @@ from cacheblend.loader import LoadingController
 from cacheblend.retriever import Chunk, Document, Embedder, Retriever, ScoredChunk, checked_between_batches, in_reading_order
 from cacheblend.store import KVStore
 
-from .background_precompute import BackgroundPrecompute
+from .background_precompute import BackgroundPrecompute, Foreground
 from .chunk_context import ChunkContexts, ChunkEncoder
 from .chunk_texts import ChunkTexts
 from .config import SETTINGS_FILE, EngineConfig, load_fusor, remember_settings
@@ -33,7 +33,7 @@ from .passages import FoundPassages, PassageReuse
 from .prefill import Prefiller, PrefillSteps, PrefixCache
 from .profiles import calibrated, find_controller
 from .prompt import PromptChunk, PromptRenderer, check_characters
-from .request import Answer, Done, Foreground, Request, RequestOptions, namespace_of
+from .request import Answer, Done, Request, RequestOptions, namespace_of
 
 logger = logging.getLogger(__name__)
 

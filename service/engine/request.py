@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -255,42 +254,6 @@ class Failed:
 
 
 Event = Piece | Done | Failed
-
-
-class Foreground:
-    """Requests that run on a model now, of all engines that share it; a context manager around each. Thread-safe.
-
-    Background work on the model gives way to them.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._running = 0
-
-    @property
-    def running(self) -> int:
-        """Requests that run now."""
-        with self._changed:
-            return self._running
-
-    def __enter__(self) -> None:
-        with self._changed:
-            self._running += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._running -= 1
-            self._changed.notify_all()
-
-    def wait_for_pause(self, timeout_s: float, cancelled: Callable[[], bool]) -> None:
-        """Wait until no request runs, at most `timeout_s` seconds; `cancelled` is asked again after each `wake`."""
-        with self._changed:
-            self._changed.wait_for(lambda: cancelled() or not self._running, timeout=timeout_s)
-
-    def wake(self) -> None:
-        """Have all who wait ask again whether they are cancelled."""
-        with self._changed:
-            self._changed.notify_all()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

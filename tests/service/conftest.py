@@ -18,7 +18,7 @@ from cacheblend.blend import Fusor
 from cacheblend.loader.layer_loader import THREADS
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.engine.request import Foreground
+from cacheblend.service.engine.background_precompute import Foreground
 
 
 @pytest.fixture(scope="session")
