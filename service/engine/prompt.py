@@ -293,13 +293,18 @@ class PromptRenderer:
                 chunks.append(_as_chunk("".join(piece.text for piece in run), ids))
         return PromptTokens(_token_ids(pieces[:first]), _token_ids(pieces[last:])), chunks
 
-    def completion(self, text: str) -> PromptTokens:
+    def completion(self, text: str | Sequence[int]) -> PromptTokens:
         """The prompt of a text to continue: BOS where the tokenizer puts it, chunks, and the text, its control tokens read.
+
+        Token ids in place of a text stay what they are; chunks stand after their BOS, if they have one.
 
         Raises:
             InputError: an empty text.
             PromptTooLongError: it cannot be within the model's positions.
         """
+        if not isinstance(text, str):
+            opening = self._bos if tuple(text[: len(self._bos)]) == self._bos and len(text) > len(self._bos) else ()
+            return PromptTokens(opening, tuple(text[len(opening) :]))
         check_characters(len(text), self._max_positions)
         if not text:
             raise InputError("prompt is empty; give some text to continue")

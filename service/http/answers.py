@@ -213,16 +213,21 @@ def answer_report(body: GenerationBody, served: Request, done: Done) -> dict[str
     return report
 
 
-def usage(choices: Mapping[int, Done], reasoning_tokens: int | None = None) -> dict[str, Any]:
-    """OpenAI's `usage` of all choices, by index; `recomputed_tokens` of the reusable ones are the mean over layers 1 and up."""
+def usage(choices: Mapping[int, Done], n: int, reasoning_tokens: int | None = None) -> dict[str, Any]:
+    """OpenAI's `usage` of all choices, by index, `n` of each prompt; `recomputed_tokens` are the mean over layers 1 and up."""
     details = {} if reasoning_tokens is None else {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
-    plan = choices[0].answer.plan
+    plans = [choices[place].answer.plan for place in range(0, len(choices), n)]
+    prompt_tokens = sum(plan.prompt_tokens for plan in plans)
     completion_tokens = sum(len(done.answer.token_ids) for done in choices.values())
+    recomputed_tokens = round(sum(plan.recomputed_tokens for plan in plans), 3)
     return {
-        "prompt_tokens": plan.prompt_tokens,
+        "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
-        "total_tokens": plan.prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": plan.cached_tokens, "recomputed_tokens": round(plan.recomputed_tokens, 3)},
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(plan.cached_tokens for plan in plans),
+            "recomputed_tokens": recomputed_tokens,
+        },
         **details,
     }
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -54,7 +54,8 @@ async def chat(body: ChatBody, request: Request) -> Response:
 @router.post("/v1/completions", responses=ANSWERS)
 async def completion(body: CompletionBody, request: Request) -> Response:
     """Continue a text, after the documents given or, with `num_chunks`, the chunks nearest it."""
-    return await _respond(body, request, TextChoice, lay_out_completion)
+    words = request.app.state.server.grammars.words
+    return await _respond(body, request, TextChoice, partial(lay_out_completion, words=words))
 
 
 def _check_tools(body: ChatBody, prompts: PromptRenderer) -> None:
@@ -84,7 +85,7 @@ def template_kwargs(body: ChatBody, defaults: Mapping[str, Any], known: Collecti
     return {**defaults, **{name: value for name, value in of_effort.items() if name in known}, **asked}
 
 
-def lay_out_chat(engine: Engine, body: ChatBody, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def lay_out_chat(engine: Engine, body: ChatBody, defaults: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Question, layout, thoughts, and numbers of chunks and tokens of a chat, as options of `Engine.prepare`."""
     if body.documents is not None and body.num_chunks:
         raise refused("num_chunks", "leave it out beside documents, which are all used", code=None)
@@ -96,7 +97,7 @@ def lay_out_chat(engine: Engine, body: ChatBody, defaults: Mapping[str, Any]) ->
     prompts, with_chunks = engine.prompts, num_chunks > 0 or body.brought is not None
     variables = template_kwargs(body, defaults, prompts.template.variables)
     layout = prompts.chat(messages, with_chunks=with_chunks, tools=tools, template_kwargs=variables)
-    return {
+    yield {
         "question": messages[question_place(messages)].content,
         "layout": layout,
         "passages": FoundPassages() if with_chunks else passages,
@@ -106,16 +107,19 @@ def lay_out_chat(engine: Engine, body: ChatBody, defaults: Mapping[str, Any]) ->
     }
 
 
-def lay_out_completion(engine: Engine, body: CompletionBody) -> dict[str, Any]:
-    """The same options of a text completion."""
-    (text,) = body.prompt
-    return {
-        "question": text,
-        "layout": engine.prompts.completion(text),
-        "passages": FoundPassages() if body.num_chunks or body.documents else engine.find_passages([("user", text)]),
-        "num_chunks": min(body.num_chunks or 0, engine.retriever.chunk_count),
-        "max_tokens": body.max_tokens,
-    }
+def lay_out_completion(engine: Engine, body: CompletionBody, words: int) -> Iterator[dict[str, Any]]:
+    """The same options of each prompt of a text completion; `words` is the size of the model's vocabulary."""
+    for prompt in body.prompt:
+        if not isinstance(prompt, str) and max(prompt) >= words:
+            raise refused("prompt", f"{max(prompt)} is no token id of this model, which has {words}")
+        text = prompt if isinstance(prompt, str) else engine.fusor.tokenizer.decode(prompt)
+        yield {
+            "question": text,
+            "layout": engine.prompts.completion(prompt),
+            "passages": FoundPassages() if body.num_chunks or body.documents else engine.find_passages([("user", text)]),
+            "num_chunks": min(body.num_chunks or 0, engine.retriever.chunk_count),
+            "max_tokens": body.max_tokens,
+        }
 
 
 def sampling_of(body: Body, grammars: GrammarCompiler, thoughts: Thoughts | None = None) -> dict[str, Any]:
@@ -134,35 +138,39 @@ def sampling_of(body: Body, grammars: GrammarCompiler, thoughts: Thoughts | None
 
 
 async def _respond(
-    body: Body, request: Request, choice_class: type[TextChoice], lay_out: Callable[[Engine, Any], dict[str, Any]]
+    body: Body, request: Request, choice_class: type[TextChoice], lay_out: Callable[[Engine, Any], Iterator[dict[str, Any]]]
 ) -> Response:
     server: Server = request.app.state.server
     engine: Engine = request.state.engine
     # 1. Refuse what needs no work to be refused.
     server.check_model(body.model)
     server.check_count(body.documents)
-    waiting = server.preparing.count(request.state.tenant) + (body.n or 1) - 1
-    server.scheduler.check_room(request.state.tenant, waiting)
+    choices, limit = body.prompts * (body.n or 1), server.scheduler.config.max_waiting
+    if choices > limit:
+        raise refused("prompt" if body.prompts > 1 else "n", f"{choices} choices exceed max_waiting={limit}; ask for fewer")
+    server.scheduler.check_room(request.state.tenant, server.preparing.count(request.state.tenant) + choices - 1)
 
-    # 2. Lay out the prompt and make the grammar, in a thread.
-    def prepare(check: Check) -> PromptRequest:
-        layout = lay_out(engine, body)
-        return engine.prepare(
-            **layout,
-            method=body.method,
-            documents=body.brought,
-            recompute_ratio=body.recompute_ratio,
-            stop=body.stop or [],
-            cache_salt=body.cache_salt,
-            tenant=request.state.tenant,
-            arrived=request.state.arrived,
-            check=check,
-            **sampling_of(body, server.grammars, layout.get("thoughts")),
-        )
+    # 2. Lay out the prompts and make the grammar, in a thread.
+    def prepare(check: Check) -> list[PromptRequest]:
+        return [
+            engine.prepare(
+                **layout,
+                method=body.method,
+                documents=body.brought,
+                recompute_ratio=body.recompute_ratio,
+                stop=body.stop or [],
+                cache_salt=body.cache_salt,
+                tenant=request.state.tenant,
+                arrived=request.state.arrived,
+                check=check,
+                **sampling_of(body, server.grammars, layout.get("thoughts")),
+            )
+            for layout in lay_out(engine, body)
+        ]
 
-    first = await run_call(server.preparing, request, prepare)
+    prompts = await run_call(server.preparing, request, prepare)
     # 3. Submit a request for each choice.
-    generation = Generation(request, first, body, choice_class)
+    generation = Generation(request, prompts, body, choice_class)
     try:
         generation.submit()
         # 4. Answer, at once or streamed; an error before the first event is a response of its own, and no stream.
@@ -175,17 +183,17 @@ async def _respond(
 class Generation:
     """The choices of one client's request, in the scheduler, whose events come to the event loop.
 
-    The first choice is prefilled, and the others follow it (`Request.follow`), each by a seed of its own.
+    A prompt's first choice is prefilled, and the others follow it (`Request.follow`), each by a seed of its own.
     """
 
-    def __init__(self, request: Request, first: PromptRequest, body: Body, choice_class: type[TextChoice]) -> None:
+    def __init__(self, request: Request, prompts: Sequence[PromptRequest], body: Body, choice_class: type[TextChoice]) -> None:
         self._body, self._events = body, asyncio.Queue[tuple[int, Event]]()
         self._server: Server = request.app.state.server
-        self._choices = [choice_class(index, body, self._server.token_bytes) for index in range(body.n or 1)]
         kind = choice_class.piece_kind if body.stream else choice_class.kind
         self._head: dict[str, Any] = {"id": f"{choice_class.prefix}-{uuid.uuid4().hex}", "object": kind}
         self._head |= {"created": int(time.time()), "model": self._server.model_name}
-        self._served = [first, *(first.follow(index) for index in range(1, len(self._choices)))]
+        self._served = [one for first in prompts for one in (first, *(first.follow(index) for index in range(1, body.n or 1)))]
+        self._choices = [choice_class(index, body, self._server.token_bytes) for index in range(len(self._served))]
         for index, served in enumerate(self._served):
             served.deliver = partial(self._deliver, asyncio.get_running_loop(), index)
 
@@ -256,14 +264,16 @@ class Generation:
             yield server_event({**self._head, "choices": [], "usage": await run_in_threadpool(self._usage, done)})
         yield "data: [DONE]\n\n"
 
-    def _report(self, done: Mapping[int, Done]) -> dict[str, Any]:
-        return answer_report(self._body, self._served[0], done[0])
+    def _report(self, done: Mapping[int, Done]) -> dict[str, Any] | list[dict[str, Any]]:
+        places = range(0, len(self._served), self._body.n or 1)
+        reports = [answer_report(self._body, self._served[place], done[place]) for place in places]
+        return reports if len(reports) > 1 else reports[0]
 
     def _usage(self, done: Mapping[int, Done]) -> dict[str, Any]:
         if self._served[0].asked.thoughts is None:
-            return usage(done)
+            return usage(done, self._body.n or 1)
         count = self._served[0].engine.prompts.text_ids
-        return usage(done, sum(len(count(each.answer.thoughts)) for each in done.values()))
+        return usage(done, self._body.n or 1, sum(len(count(each.answer.thoughts)) for each in done.values()))
 
     def cancel(self) -> None:
         """Give up what has not ended."""

@@ -92,7 +92,6 @@ REMEDIES = {
     "model_type": "must be an object",
 }
 FIELD_REMEDIES = {
-    "prompt": "is one text, or a list of one; ask for several in several requests",
     "functions": "are OpenAI's older form of tools; leave them out, and give tools",
     "modalities": 'only ["text"] is supported; leave it out',
     "content.type": "this service reads only text; leave the part out, or send its text",

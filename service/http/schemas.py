@@ -112,6 +112,16 @@ def _as_part(part: Any) -> Any:
     return part
 
 
+def _as_prompts(given: Any) -> Any:
+    """One prompt, a text or its token ids, as a list of it."""
+    match given:
+        case str() | [int(), *_]:
+            return [given]
+        case list():
+            return given
+    raise ValueError("must be a text, its token ids, or a list of them")
+
+
 def _number_as_text(given: Any) -> Any:
     return str(given) if isinstance(given, int) and not isinstance(given, bool) else given
 
@@ -143,7 +153,17 @@ TokenCount = Annotated[int, Field(ge=1)]
 Texts = Text | list[Text]
 ListOfTexts = BeforeValidator(_as_list, json_schema_input_type=Texts)
 StopStrings = Annotated[list[CallId], Field(max_length=4, fail_fast=True), ListOfTexts]
-Prompt = Annotated[list[Text], Field(min_length=1, max_length=1, fail_fast=True), ListOfTexts]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
+Prompt = Annotated[
+    Annotated[Text, Tag(TEXT_TAG)] | Annotated[TokenIds, Tag(OBJECT_TAG)],
+    Discriminator(lambda value: OBJECT_TAG if isinstance(value, list) else TEXT_TAG),
+]
+PromptInput = Text | TokenIds | list[Text | TokenIds]
+Prompts = Annotated[
+    list[Prompt],
+    Field(min_length=1, max_length=2048, fail_fast=True),
+    BeforeValidator(_as_prompts, json_schema_input_type=PromptInput),
+]
 InputTexts = Annotated[list[Text], Field(min_length=1, max_length=2048, fail_fast=True)]  # as many as OpenAI takes
 Inputs = Annotated[InputTexts, BeforeValidator(_without_token_ids), ListOfTexts]
 
@@ -381,6 +401,11 @@ class GenerationBody(StrictModel):
         return []
 
     @property
+    def prompts(self) -> int:
+        """How many prompts there are, of `n` choices each."""
+        return 1
+
+    @property
     def answer_schema(self) -> tuple[str, Schema] | None:
         """The field that asks for JSON, and the schema that the answer must have; None for an answer in any words."""
         form = self.response_format
@@ -433,12 +458,16 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
-    prompt: Prompt
+    prompt: Prompts
     max_tokens: TokenCount = 16  # OpenAI's, and vLLM's
     echo: Literal[False] | None = False
     best_of: Literal[1] | None = 1
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     suffix: None = None
+
+    @property
+    def prompts(self) -> int:
+        return len(self.prompt)
 
     @property
     def returned_logprobs(self) -> int | None:

@@ -148,6 +148,37 @@ def test_turns_that_come_back(client: httpx.Client, turn: dict[str, Any], same_a
     assert prompt_tokens(turn) == prompt_tokens(same_as or {"role": "assistant", "content": "Nothing."})
 
 
+def test_several_prompts(engine: Engine, openai_client: openai.OpenAI) -> None:
+    """Texts and token ids in one request have the answers that each has by itself, in their order; ids are the very prompt."""
+    texts = ["for x in", "while", "The else clause of"]
+    ids = [engine.fusor.tokenizer(text)["input_ids"] for text in texts]
+
+    def complete(prompt: Any, **options: Any) -> Any:
+        return openai_client.completions.create(model=MODEL, prompt=prompt, max_tokens=5, **options)
+
+    def choices(prompt: Any, **options: Any) -> list[tuple[int, str]]:
+        return [(choice.index, choice.text) for choice in complete(prompt, **options).choices]
+
+    apart = [complete(text) for text in texts]
+    for prompts in (texts, ids):
+        together = complete(prompts)
+        assert [choice.text for choice in together.choices] == [one.choices[0].text for one in apart]
+        assert together.usage.prompt_tokens == sum(one.usage.prompt_tokens for one in apart) == sum(map(len, ids))
+        assert len(together.cacheblend) == len(texts)
+    assert complete(ids[2]).choices[0].text == apart[2].choices[0].text
+    sampled = {"n": 2, "temperature": 1.0, "seed": 3}
+    drawn = choices(texts[:2], **sampled)
+    assert [index for index, _ in drawn] == [0, 1, 2, 3]
+    assert [text for _, text in drawn] == [text for one in texts[:2] for _, text in choices(one, **sampled)]
+    streamed = dict.fromkeys(range(4), "")
+    for piece in complete(texts[:2], stream=True, **sampled):
+        streamed[piece.choices[0].index] += piece.choices[0].text
+    assert list(streamed.items()) == drawn
+    over = {"documents": [{"text": "A loop."}]}
+    first, second = complete([texts[0], ids[0]], extra_body=over).choices
+    assert first.text == second.text
+
+
 def test_embeddings(engine: Engine, openai_client: openai.OpenAI) -> None:
     """OpenAI's client gets the embedder's very vectors, as floats and in the base64 that it asks for by itself."""
     texts = [QUESTION, "Another text, of other words.", "  注意力机制 and naïve café 🙂 "]

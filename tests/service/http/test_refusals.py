@@ -117,7 +117,13 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
     ),
 ]
 OTHER_FIELDS: list[tuple[str, dict[str, Any], str]] = [
-    (TEXTS, {**TEXT, "prompt": ["a", "b"]}, "prompt: is one text, or a list of one; ask for several in several requests"),
+    (TEXTS, {**TEXT, "prompt": 7}, "prompt: must be a text, its token ids, or a list of them"),
+    (TEXTS, {**TEXT, "prompt": []}, "prompt: must have at least 1 item"),
+    (TEXTS, {**TEXT, "prompt": ["a", ""]}, "prompt is empty; give some text to continue"),
+    (TEXTS, {**TEXT, "prompt": ["a"] * 33, "n": 2}, "prompt: 66 choices exceed max_waiting=64; ask for fewer"),
+    (TEXTS, {**TEXT, "prompt": [5, -1]}, "prompt.0.1: must be greater than or equal to 0"),
+    (TEXTS, {**TEXT, "prompt": [5, True]}, "prompt.0.1: must be a valid integer"),
+    (TEXTS, {**TEXT, "prompt": [[5], [999_999]]}, "prompt: 999999 is no token id of this model"),
     (TEXTS, {**TEXT, "best_of": 2}, "best_of: must be 1"),
     (TEXTS, {**TEXT, "suffix": "x"}, "suffix: is not supported; leave it out"),
     (EMBEDDINGS, {"input": []}, "input: must have at least 1 item"),
