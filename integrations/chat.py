@@ -1,8 +1,7 @@
-"""A chat over an engine, shared by the adapters of frameworks: options of a call, chunks in messages, streamed answers."""
+"""A chat over an engine, shared by the adapters of frameworks: options of a call, passages in messages, streamed answers."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any
@@ -20,15 +19,6 @@ PROMPT_OPTIONS = (
     *("seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p"),
 )
 OPTIONS = ("documents", "stop", *PROMPT_OPTIONS, "response_format", "chat_template_kwargs")  # of a call
-# Why stored KV cannot be used, with the remedy; SEPARATOR stands for the retriever's.
-OTHER_CHARACTERS = (
-    "chunks in the messages stand between other characters than at ingest: their KV is computed now. To use the stored KV, put "
-    "their texts in as they are, and SEPARATOR after each, the last too"
-)
-NO_CHUNKS = (
-    "the messages hold no chunk of this store, so nothing is blended; retrieve with the CacheBlendRetriever of the same engine "
-    "and put the documents' texts in word for word, with SEPARATOR after each, or give the texts as documents= of the call"
-)
 Pieces = Generator[tuple[str, Done | None], None, None]
 
 
@@ -46,7 +36,7 @@ class EngineChat:
 
         The caller's thread runs the model, a token a step; closing the generator before its end frees everything. Options
         are those of `OPTIONS`, the engine's where they are None or missing: `stop` ends the answer, a string or several;
-        `documents` are put before the last message, and without them chunks are looked for in the messages;
+        `documents` are put before the last message, and without them passages are looked for in the messages;
         `chat_template_kwargs` are variables of the model's chat template, such as `enable_thinking`.
 
         Raises:
@@ -75,25 +65,17 @@ class EngineChat:
         return None
 
     def _prepare(self, messages: Sequence[Message], chosen: Mapping[str, Any]) -> Request:
-        engine, documents, layout = self.engine, chosen.get("documents"), None
+        engine, documents = self.engine, chosen.get("documents")
         variables = chosen.get("chat_template_kwargs", {})
         if not isinstance(variables, Mapping):
             raise ConfigError("chat_template_kwargs", variables, 'a mapping such as {"enable_thinking": False}')
-        if documents is None:
-            located = [engine.chunk_texts.locate(message.content) for message in messages]
-            stored, other = sum(one.stored for one in located), sum(one.other for one in located)
-            if stored + other:
-                layout, documents = engine.prompts.chat_around(messages, [one.parts for one in located], variables)
-            searched = engine.chunk_texts.take_unused()
-            if other or (searched and not stored):  # Python shows a warning once
-                text = OTHER_CHARACTERS if other else NO_CHUNKS
-                warnings.warn(text.replace("SEPARATOR", repr(engine.retriever.config.separator)), UserWarning, stacklevel=2)
-        if layout is None:
-            layout = engine.prompts.chat(messages, with_chunks=documents is not None, template_kwargs=variables)
+        texts = [] if documents is not None else [(message.role, message.content) for message in messages]
+        layout = engine.prompts.chat(messages, with_chunks=documents is not None, template_kwargs=variables)
         thoughts = engine.prompts.thoughts(layout)
         return engine.prepare(
             messages[-1].content,
             layout=layout,
+            passages=engine.find_passages(texts),
             thoughts=thoughts,
             num_chunks=0,
             documents=documents,

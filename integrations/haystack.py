@@ -1,6 +1,6 @@
 """Haystack's components: the engine's retriever, and a generator that blends the stored KV of the chunks in its messages.
 
-As in `integrations/langchain.py`: chunks that the retriever found are looked for in the prompt, word for word.
+As in `integrations/langchain.py`: stored chunks and other passages are found in the prompt.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ ROLES = ("system", "user", "assistant")
 
 @component
 class CacheBlendRetriever:
-    r"""Finds the engine's chunks nearest a question, as Haystack documents.
+    """Finds the engine's chunks nearest a question, as Haystack documents.
 
-    In a prompt template, put each document's `content` in as it is and two line breaks after it:
-    `{% for document in documents %}{{ document.content }}\n\n{% endfor %}`. It finds `top_k` chunks, or as many as there are.
+    It finds `top_k` chunks, or as many as there are.
     """
 
     def __init__(self, engine: Engine, top_k: int = 6) -> None:

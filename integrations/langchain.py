@@ -1,8 +1,7 @@
 """LangChain's interfaces: a chat model that blends the stored KV of the chunks in its messages, and the engine's retriever.
 
-An ordinary chain, retriever to prompt template to model, blends: the chunks that the retriever found are looked for in the
-messages, word for word. The prompt's text stays as the template made it. `model.invoke(question, documents=found)` puts the
-documents in as the engine does.
+An ordinary chain, retriever to prompt template to model, blends: stored chunks and other passages are found in the messages,
+whose tokens stay as they are. `model.invoke(question, documents=found)` puts the documents in as the engine does.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ ROLES = {"system": "system", "human": "user", "ai": "assistant", "AIMessageChunk
 class CacheBlendRetriever(BaseRetriever):
     """Finds the engine's chunks nearest a question, as LangChain documents.
 
-    `ChatCacheBlend` over the same engine answers over them from their stored KV: it finds `page_content` in its messages.
+    `ChatCacheBlend` over the same store finds `page_content` in its messages, and uses its stored KV.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -58,10 +57,8 @@ class CacheBlendRetriever(BaseRetriever):
 
 
 class ChatCacheBlend(BaseChatModel):
-    """Answers chats over the stored KV of the chunks that their messages hold.
+    """Answers chats over the stored KV of the passages in their messages, see `Engine.find_passages`.
 
-    Chunks are what `CacheBlendRetriever` found lately over the same engine. Joined by two line breaks, and with two after the
-    last, their stored KV is used; otherwise they are chunks of their own, computed the first time, and a warning says so once.
     Documents may also come as an option of the call, `model.invoke(messages, documents=docs)`: LangChain documents of any
     retriever, or mappings with `title` and `text`. They stand before the last message.
 

@@ -1,6 +1,6 @@
 """LlamaIndex's interfaces: the engine's retriever, and an LLM that blends the stored KV of the chunks in its messages.
 
-As in `integrations/langchain.py`: chunks that the retriever found are looked for in the prompt, word for word.
+As in `integrations/langchain.py`: stored chunks and other passages are found in the prompt.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from cacheblend.store import KVStore
 
 from .background_precompute import BackgroundPrecompute, Foreground
 from .chunk_context import ChunkContexts, ChunkEncoder
-from .chunk_texts import ChunkTexts
 from .config import SETTINGS_FILE, EngineConfig, load_fusor, remember_settings
 from .decoding import Piece
 from .documents import Documents
@@ -75,7 +74,6 @@ class Engine:
             self.store = opened.enter_context(KVStore(config.store_config()))
             self.retriever = opened.enter_context(Retriever(config.retriever_config(), tokenizer, embedder))
             self._contexts = ChunkContexts(encoder.context, self.retriever)
-            self.chunk_texts = ChunkTexts(tokenizer, self.retriever.config.separator)
             self.foreground = foreground or Foreground()
             self.background = BackgroundPrecompute(encoder, self.store, self.retriever, self.foreground)
             opened.callback(self.background.close)
@@ -153,16 +151,14 @@ class Engine:
         return replace(total, evicted=evicted, seconds=time.perf_counter() - started)
 
     def search(self, question: str, num_chunks: int) -> list[ScoredChunk]:
-        """The nearest chunks, or as many as there are, whose texts `chunk_texts` finds in later messages.
+        """The nearest chunks, or as many as there are.
 
         Raises:
             InputError: an empty question, num_chunks below 1, or no documents to search.
             RetrieverError: the embedder or the directory cannot be used.
         """
         self._check_open()
-        found = self.retriever.search(question, num_chunks)
-        self.chunk_texts.remember(scored.chunk for scored in found)
-        return found
+        return self.retriever.search(question, num_chunks)
 
     def find_passages(self, messages: Iterable[tuple[str, str]]) -> FoundPassages:
         """The passages in a chat's messages, a role and a text each, for `RequestOptions.passages`; none if it is switched off.
@@ -307,13 +303,13 @@ class Engine:
         return chunks
 
     def _prompt_chunks(self, chunks: Sequence[Chunk], namespace: str, *, brought: bool) -> tuple[PromptChunk, ...]:
-        """The rows of a prompt's chunks; text that stands between two of them has no document and no key."""
+        """The rows of a prompt's chunks."""
         rows: list[PromptChunk] = []
         for chunk, earlier in zip(chunks, self._contexts.of_prompt(chunks), strict=True):
             version = chunk.document_id, chunk.version
             # A text that was brought is an ingested document's only as long as it is ingested as it is.
             is_ingested = not brought or self.retriever.version(chunk.document_id) == chunk.version
-            key = self._encoder.key(chunk.token_ids, earlier, namespace) if chunk.document_id else None
+            key = self._encoder.key(chunk.token_ids, earlier, namespace)
             rows.append(PromptChunk(chunk.token_ids, key, version if is_ingested else None, earlier))
         return tuple(rows)
 

@@ -6,11 +6,11 @@ import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain
 from typing import Any, TypeVar
 
 from cacheblend.base.errors import InputError, PromptTooLongError
-from cacheblend.retriever import Chunk, PlainTokenizer
+from cacheblend.retriever import PlainTokenizer
 from cacheblend.store import ChunkKey, DocumentVersion, KVHandle
 from cacheblend.store.chunk import KVPart
 
@@ -247,52 +247,6 @@ class PromptRenderer:
         frame = self._frame(messages, instruction, tools, template_kwargs, with_chunks=with_chunks)
         return self._layout(frame, messages[question_place(messages)].content, with_chunks=with_chunks)
 
-    def chat_around(
-        self,
-        messages: Sequence[Message],
-        parts: Sequence[Sequence[str | Chunk]],
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> tuple[PromptTokens, list[Chunk]]:
-        """The prompt of a chat whose messages hold chunks within their texts, nothing added and nothing moved.
-
-        Args:
-            messages: see `chat`.
-            parts: of each message's text, in order: text, and at least one chunk in all.
-            template_kwargs: see `chat`.
-
-        Returns:
-            What stands around the chunks, and the chunks; text between two of them is one too, with an empty document id.
-
-        Raises:
-            ConfigError, InputError, PromptTooLongError: see `chat`.
-        """
-        self._check_chat(messages)
-        self.template.check_kwargs(template_kwargs or {})
-        # 1. What the template puts around the texts.
-        if self.template.is_used:
-            marks = [secrets.token_hex(16) for _ in messages]
-            turns = [message.turn(mark) for message, mark in zip(messages, marks, strict=True)]
-            around = _around(self._render(turns, (), template_kwargs), marks)
-        else:
-            around = ["", *("\n" for _ in messages[1:]), self._after_question]
-        # 2. Each text and each chunk by itself, so that chunks begin and end where tokens do.
-        template_ids = self.template.ids if self.template.is_used else self._ids
-        pieces = [_as_chunk("", () if self.template.is_used else self._bos)]
-        for text, own in zip(around, [*parts, ()], strict=True):
-            pieces.append(_as_chunk(text, template_ids(text)))
-            pieces += [part if isinstance(part, Chunk) else _as_chunk(part, self._ids(part)) for part in own]
-        # 3. What is before the first chunk and after the last, and between.
-        places = [place for place, piece in enumerate(pieces) if piece.document_id]
-        first, last = places[0], places[-1] + 1
-        chunks: list[Chunk] = []
-        for is_chunk, group in groupby(pieces[first:last], key=lambda piece: bool(piece.document_id)):
-            run = list(group)
-            if is_chunk:
-                chunks += run
-            elif ids := _token_ids(run):
-                chunks.append(_as_chunk("".join(piece.text for piece in run), ids))
-        return PromptTokens(_token_ids(pieces[:first]), _token_ids(pieces[last:])), chunks
-
     def completion(self, text: str | Sequence[int]) -> PromptTokens:
         """The prompt of a text to continue: BOS where the tokenizer puts it, chunks, and the text, its control tokens read.
 
@@ -437,15 +391,6 @@ class PromptRenderer:
         most = self._max_positions
         if most is not None and len(text) > 2 * (first := most * FIRST_READ) and len(self._plain.ids(text[:first])) > most:
             raise PromptTooLongError(f"{CONTEXT_LENGTH.format(most)}, and a text has more; ask a shorter question")
-
-
-def _as_chunk(text: str, token_ids: tuple[int, ...]) -> Chunk:
-    """A text around or between chunks, which no document has."""
-    return Chunk("", "", 0, "", text, token_ids)
-
-
-def _token_ids(pieces: Iterable[Chunk]) -> tuple[int, ...]:
-    return tuple(token for piece in pieces for token in piece.token_ids)
 
 
 def question_place(messages: Sequence[Message]) -> int:

@@ -11,6 +11,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "service"))
 
+CHUNK_TOKENS = 100  # a document's, which has the characters of a passage
+
 
 @pytest.fixture(scope="session")
 def handbook_store(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
@@ -22,10 +24,10 @@ def handbook_store(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path
     from cacheblend.service import Engine, EngineConfig
 
     model, store = tmp_path_factory.mktemp("chat_model"), tmp_path_factory.mktemp("chat_store") / "store"
-    make_model(model)
-    config = EngineConfig(model=str(model), store_dir=store, retriever=RetrieverConfig(chunk_tokens=24))
+    make_model(model, positions=1024)
+    config = EngineConfig(model=str(model), store_dir=store, retriever=RetrieverConfig(chunk_tokens=CHUNK_TOKENS))
     with Engine(config, embedder=FakeEmbedder()) as engine:
-        engine.ingest(DOCUMENTS)
+        engine.ingest([{**document, "text": str(document["text"])[:200]} for document in DOCUMENTS])
     return model, store
 
 
@@ -39,6 +41,12 @@ def engine(handbook_store: tuple[Path, Path], tmp_path: Path) -> Iterator[object
 
     model, store = handbook_store
     shutil.copytree(store, tmp_path / "store")
-    given = {"model": str(model), "store_dir": tmp_path / "store", "chunk_tokens": 24, "recompute_ratio": 0.15, "max_tokens": 6}
+    given = {
+        "model": str(model),
+        "store_dir": tmp_path / "store",
+        "chunk_tokens": CHUNK_TOKENS,
+        "recompute_ratio": 0.15,
+        "max_tokens": 6,
+    }
     with Engine(from_options(EngineConfig, given), embedder=FakeEmbedder()) as opened:
         yield opened

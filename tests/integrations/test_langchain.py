@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from cacheblend.integrations.langchain import CacheBlendRetriever, ChatCacheBlen
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.grammar import Grammar
+from cacheblend.service.engine.prompt import Message
 from cacheblend.service.engine.reasoning import Thoughts
 
 QUESTION = "What does the else clause of a while loop do?"
@@ -60,17 +60,17 @@ def test_ordinary_chain_blends(retriever: CacheBlendRetriever, model: ChatCacheB
     assert exact.response_metadata["plan"]["prompt_tokens"] == plan["prompt_tokens"]
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, "{context}\n\n{question}"])
-def test_the_prompt_is_unchanged(engine: Engine, retriever: CacheBlendRetriever, template: str) -> None:
-    """The tokens of a blended chain's prompt read as the text that the template made."""
-    rendered = template.format(context=joined(retriever.invoke(QUESTION)), question=QUESTION)
-    located = engine.chunk_texts.locate(rendered)
-    assert "".join(p if isinstance(p, str) else p.text + "\n\n" for p in located.parts) == rendered
-    from cacheblend.service.engine.prompt import Message, PromptChunk
-
-    layout, chunks = engine.prompts.chat_around([Message("user", rendered)], [located.parts])
-    token_ids = replace(layout, chunks=tuple(PromptChunk(chunk.token_ids) for chunk in chunks)).token_ids
-    assert engine.fusor.tokenizer.decode(token_ids) == f"<s>{rendered}\nAnswer:"
+@pytest.mark.parametrize("join", [joined, lambda found: "\n---\n".join(document.page_content.strip() for document in found)])
+def test_the_prompt_is_unchanged(engine: Engine, retriever: CacheBlendRetriever, model: ChatCacheBlend, join: Any) -> None:
+    """A blended prompt is the model's own tokens of the template's text; at ratio 1.0 so is the answer."""
+    text = TEMPLATE.format(context=join(retriever.invoke(QUESTION)), question=QUESTION)
+    layout, passages = engine.prompts.chat([Message("user", text)], with_chunks=False), engine.find_passages([("user", text)])
+    options = {"layout": layout, "passages": passages, "num_chunks": 0, "recompute_ratio": 1.0}
+    blended, exact = (engine.answer(text, method=method, **options) for method in ("blend", "full_recompute"))
+    assert blended.plan.hits == 4
+    assert tuple(token for one in blended.plan.segments for token in one.token_ids) == layout.token_ids
+    assert blended.token_ids == exact.token_ids
+    assert chain(model.bind(recompute_ratio=1.0), retriever, TEMPLATE, join).invoke(QUESTION).content == exact.text
 
 
 def test_numbered_chunks_and_a_system_message(engine: Engine, retriever: CacheBlendRetriever, model: ChatCacheBlend) -> None:
@@ -89,24 +89,10 @@ def test_numbered_chunks_and_a_system_message(engine: Engine, retriever: CacheBl
     assert entries(engine) == stored
 
 
-def test_another_separator_warns(engine: Engine, retriever: CacheBlendRetriever, model: ChatCacheBlend) -> None:
-    """Chunks joined in another way have a warning with the remedy, and their KV is there the next time."""
-    other = chain(model, retriever, "{context}\n---\n{question}", lambda found: "\n".join(d.page_content for d in found))
-    with pytest.warns(UserWarning, match=r"other characters than at ingest.*'\\n\\n' after each"):
-        first = other.invoke(QUESTION)
-    assert first.response_metadata["plan"]["misses"] == 4
-    engine.drain()
-    with pytest.warns(UserWarning, match="other characters"):
-        second = other.invoke(QUESTION)
-    assert second.response_metadata["plan"]["hits"] == 4
-
-
-def test_changed_chunks_warn(retriever: CacheBlendRetriever, model: ChatCacheBlend) -> None:
-    """A template that changes the chunks' texts is answered in full, with a warning; a chat without a search has none."""
+def test_changed_chunks(retriever: CacheBlendRetriever, model: ChatCacheBlend) -> None:
+    """A template that changes the chunks' texts is answered in full."""
     shouted = chain(model, retriever, TEMPLATE, lambda found: joined(found).upper())
-    with pytest.warns(UserWarning, match=r"hold no chunk of this store.*word for word"):
-        assert shouted.invoke(QUESTION).response_metadata["plan"]["hits"] == 0
-    model.invoke("hi")  # warnings are errors here
+    assert shouted.invoke(QUESTION).response_metadata["plan"]["hits"] == 0
 
 
 def test_tokens_are_the_models(engine: Engine, model: ChatCacheBlend) -> None:

@@ -49,14 +49,10 @@ def query_engine(engine: Engine, llm: CacheBlendLLM, *, streaming: bool = False)
 
 def test_query_engine_finds_the_chunks(engine: Engine, llm: CacheBlendLLM) -> None:
     """A query engine's answer comes from the KV of the chunks in its prompt, whole and streamed."""
-    with warnings.catch_warnings():  # LlamaIndex strips the nodes' texts, which cuts some chunks' white space
-        warnings.simplefilter("ignore")
-        query_engine(engine, llm).query(QUESTION)
-        engine.drain()
-        first = query_engine(engine, llm).query(QUESTION)
-        streamed = "".join(query_engine(engine, llm, streaming=True).query(QUESTION).response_gen)
-        prompt = TEMPLATE.format(context_str="\n\n".join(n.text.strip() for n in first.source_nodes), query_str=QUESTION)
-        plan = llm.complete(prompt).additional_kwargs["plan"]
+    first = query_engine(engine, llm).query(QUESTION)
+    streamed = "".join(query_engine(engine, llm, streaming=True).query(QUESTION).response_gen)
+    prompt = TEMPLATE.format(context_str="\n\n".join(n.text.strip() for n in first.source_nodes), query_str=QUESTION)
+    plan = llm.complete(prompt).additional_kwargs["plan"]
     assert len(first.source_nodes) == 4
     assert streamed == first.response
     assert (plan["hits"], plan["misses"]) == (4, 0)
