@@ -160,7 +160,12 @@ class Decoding:
     @property
     def finish_reason(self) -> str | None:
         """Either "stop" (end of sequence or a stop string) or "length"; None while the answer goes on."""
-        return "stop" if self._text.stopped else self._next.finish_reason
+        return "stop" if self.stop_string is not None else self._next.finish_reason
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the answer, if one did."""
+        return self._text.stop_string
 
     def draw(self, logits_V: torch.Tensor) -> Piece:
         """Draw the next token.
@@ -251,8 +256,9 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), hidden: frozenset[int] | None = None) -> None:
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._longest_stop = max(map(len, self._stop), default=0)
+        self._tokenizer, self._stop = tokenizer, re.compile("|".join(map(re.escape, stop))) if stop else None
+        self._begun_stops = frozenset(one[:size] for one in stop for size in range(1, len(one)))
+        self._longest_stop = max(map(len, stop), default=0)
         self._without_text = frozenset(tokenizer.all_special_ids) if hidden is None else hidden
         self._skips_special = hidden is None
         self._token_ids: list[int] = []
@@ -260,7 +266,7 @@ class TextStream:
         self._context_from = 0  # decoded along with the tokens after it, since how a token reads depends on the one before
         self._returned = 0
         self.text = ""
-        self.stopped = False
+        self.stop_string: str | None = None
 
     def add(self, token_id: int) -> str:
         """Add a token, and return the text that has become certain."""
@@ -274,11 +280,11 @@ class TextStream:
         elif upto - self._read_from > MAX_UNDECODED:
             settled = self._settled(decoded)
             self._append(self._decode(settled)[len(known) :], settled)
-        return self._return(0 if self.stopped else self._possible_stop())
+        return self._return(0 if self.stop_string is not None else self._possible_stop())
 
     def finish(self) -> str:
         """Return the text that was held back, but for a character whose bytes have not all come."""
-        if not self.stopped:
+        if self.stop_string is None:
             known = self._decode(self._read_from)
             last = self._decode(len(self._token_ids))[len(known) :]
             self._append(last.removesuffix(UNFINISHED) if self._is_torn(last) else last, len(self._token_ids))
@@ -303,14 +309,13 @@ class TextStream:
         searched_from = max(0, len(self.text) - self._longest_stop)
         self.text += text
         self._context_from, self._read_from = self._read_from, read_from
-        found = [place for place in (self.text.find(stop, searched_from) for stop in self._stop) if place >= 0]
-        if found:
-            self.text, self.stopped = self.text[: min(found)], True
+        if self._stop is not None and (found := self._stop.search(self.text, searched_from)):
+            self.text, self.stop_string = self.text[: found.start()], found[0]
 
     def _possible_stop(self) -> int:
         """Length of the longest end of the text that a stop string begins with."""
         sizes = range(min(self._longest_stop - 1, len(self.text)), 0, -1)
-        return next((size for size in sizes if any(stop.startswith(self.text[-size:]) for stop in self._stop)), 0)
+        return next((size for size in sizes if self.text[-size:] in self._begun_stops), 0)
 
     def _return(self, held_back: int) -> str:
         upto = max(self._returned, len(self.text) - held_back)

@@ -231,6 +231,7 @@ class Done:
     Args:
         answer: the answer; TTFT and prefill in its timings include the time in the queue.
         finish_reason: "stop" (end of sequence or a stop string) or "length".
+        stop_string: the stop string that ended the answer, if one did.
         last_text, last_thoughts: those that were held back until now.
         queue_s: seconds that the request waited before its prefill began.
         logprobs: of each token, if the request asked for them.
@@ -239,6 +240,7 @@ class Done:
 
     answer: Answer
     finish_reason: str
+    stop_string: str | None
     last_text: str
     last_thoughts: str
     queue_s: float
@@ -403,6 +405,7 @@ class Request:
         return Done(
             answer=self._answer(prefill, decoding),
             finish_reason=decoding.finish_reason,
+            stop_string=decoding.stop_string,
             last_text=last_text,
             last_thoughts=last_thoughts,
             queue_s=self.begun - (self.submitted or self.begun),

@@ -40,7 +40,7 @@ class TextChoice:
 
     def add(self, event: Piece | Done) -> dict[str, Any] | None:
         """The choice in JSON: of a streamed piece, None where nothing is certain yet, or of a complete answer."""
-        calls, reason = list[Call](), None
+        calls, reason, stop_string = list[Call](), None, None
         if isinstance(event, Piece):
             thoughts, text = event.thoughts, self._reader.add(event.text) if event.text else ""
             self._pending += [event.logprob] if event.logprob is not None else []
@@ -50,9 +50,11 @@ class TextChoice:
             thoughts = event.last_thoughts if self._streamed else event.answer.thoughts
             text, calls = self._reader.finish(event.last_text if self._streamed else event.answer.text)
             reason = "tool_calls" if calls and not self._reader.is_cut else event.finish_reason
+            stop_string = event.stop_string
             self._pending = self._pending if self._streamed else [*event.logprobs]
         logprobs = self.logprobs(self._pending, self._offset or 0) if self._has_logprobs else None
         choice = {"index": self._index, **self.content(text, calls, thoughts), "logprobs": logprobs, "finish_reason": reason}
+        choice["stop_reason"] = stop_string  # as vLLM has it
         self._pending, self._offset = [], (self._offset or 0) + len(text)
         return choice
 
@@ -89,7 +91,7 @@ class ChatChoice(TextChoice):
 
     def content(self, text: str, calls: Sequence[Call], thoughts: str) -> dict[str, Any]:
         """Text, calls and thoughts, of a piece or of an answer."""
-        made: dict[str, Any] = {"role": "assistant"} if self._offset is None else {}
+        made: dict[str, Any] = {"role": "assistant", "refusal": None} if self._offset is None else {}
         if thoughts:
             made["reasoning_content"] = thoughts
         if text or not (thoughts and self._streamed):

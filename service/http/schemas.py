@@ -24,6 +24,7 @@ from cacheblend.service.engine.prompt import Message
 
 logger = logging.getLogger(__name__)
 MAX_BIASES = 1024
+MAX_STOP_CHARACTERS = 4096  # of all stop strings, which each token is searched for
 MAX_FIELDS = 100  # of one object, known or not: each that is not known is an error of its own
 MAX_TOOL_CHARACTERS = 2**16  # of all tools of a request as JSON, and of one call's arguments
 MAX_TOOL_DEPTH = 32  # levels of the same
@@ -133,6 +134,12 @@ def _limit_biases(given: Any) -> Any:
     return given
 
 
+def _limit_stops(given: list[str]) -> list[str]:
+    if (characters := sum(map(len, given))) > MAX_STOP_CHARACTERS:
+        raise ValueError(f"has {characters} characters in all, more than {MAX_STOP_CHARACTERS}; leave some out")
+    return given
+
+
 def _without_token_ids(given: Any) -> Any:
     if isinstance(given, list) and given and isinstance(given[0], int | list):
         raise ValueError("give texts; token ids are other models' (in LangChain: check_embedding_ctx_length=False)")
@@ -152,7 +159,7 @@ TokenCount = Annotated[int, Field(ge=1)]
 # Fields that are a text or a list are a list to us.
 Texts = Text | list[Text]
 ListOfTexts = BeforeValidator(_as_list, json_schema_input_type=Texts)
-StopStrings = Annotated[list[CallId], Field(max_length=4, fail_fast=True), ListOfTexts]
+StopStrings = Annotated[list[CallId], Field(fail_fast=True), AfterValidator(_limit_stops), ListOfTexts]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
 Prompt = Annotated[
     Annotated[Text, Tag(TEXT_TAG)] | Annotated[TokenIds, Tag(OBJECT_TAG)],
@@ -309,7 +316,7 @@ def _differ(tools: list[ToolBody]) -> list[ToolBody]:
     return tools
 
 
-Tools = Annotated[list[ToolBody], Field(max_length=32, fail_fast=True), AfterValidator(_differ)]
+Tools = Annotated[list[ToolBody], Field(fail_fast=True), AfterValidator(_differ)]
 # The discriminator says which of two forms a value has, so that an error speaks of that one.
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag(TEXT_TAG)] | Annotated[ToolBody, Tag(OBJECT_TAG)],

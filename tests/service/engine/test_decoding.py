@@ -17,7 +17,7 @@ def stream(token_ids: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str],
     pieces = []
     for token_id in token_ids:
         pieces.append(text.add(token_id))
-        if text.stopped:
+        if text.stop_string is not None:
             break
     return [*pieces, text.finish()], text
 
@@ -53,7 +53,7 @@ def test_stop(words: str, stop: list[str]) -> None:
     until = next(
         (part[: min(part.find(one) for one in stop if one in part)] for part in grown if any(one in part for one in stop)), None
     )
-    assert text.stopped is (until is not None)
+    assert (text.stop_string in stop) is (until is not None)
     assert "".join(pieces) == text.text == (words if until is None else until)
 
 

@@ -117,6 +117,19 @@ def test_fields_that_change_nothing(client: httpx.Client, openai_client: openai.
             assert response.status_code == 200, (field, given, response.text)
 
 
+def test_many_stop_strings(openai_client: openai.OpenAI) -> None:
+    """Any number of stop strings, of 4,096 characters, end an answer, which says by which; messages have OpenAI's fields."""
+    plain = ask(openai_client, max_tokens=12).choices[0].message.content
+    stop = plain[3:5]
+    asked = {"max_tokens": 12, "stop": [*(f"{number} never comes" for number in range(200)), stop]}
+    choice = ask(openai_client, **asked).choices[0]
+    assert (choice.message.content, choice.finish_reason, choice.stop_reason) == (plain.partition(stop)[0], "stop", stop)
+    assert choice.message.to_dict()["refusal"] is None
+    pieces = [piece.choices[0] for piece in ask(openai_client, stream=True, **asked)]
+    assert "".join(piece.delta.content or "" for piece in pieces) == choice.message.content
+    assert (pieces[0].delta.to_dict()["refusal"], pieces[-1].stop_reason) == (None, stop)
+
+
 TEXT_PART = {"type": "text", "text": "Nothing."}
 BACK: dict[str, Any] = {
     **dict.fromkeys(("refusal", "audio", "function_call", "tool_calls", "images"), None),

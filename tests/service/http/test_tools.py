@@ -66,6 +66,13 @@ def client(tools_engine: Engine) -> Iterator[openai.OpenAI]:
         yield client
 
 
+def test_many_tools(client: openai.OpenAI) -> None:
+    """Tools are not counted: agents send a hundred and more, as many as the context has room for."""
+    tools = [{"type": "function", "function": {"name": f"tool_{number}"}} for number in range(8, 130)]
+    with pytest.raises(openai.BadRequestError, match="context length"):  # the tiny model's is 512 tokens
+        ask(client, tools=tools)
+
+
 def ask(client: openai.OpenAI, messages: list[Any] | None = None, **options: Any) -> Any:
     return client.chat.completions.create(model=MODEL, messages=messages or [USER], **{"max_tokens": 120, **options})
 
