@@ -92,6 +92,11 @@ class Database:
             ((version,),) = transaction.execute("PRAGMA user_version").fetchall()
             transaction.execute(f"PRAGMA user_version = {version}")  # writes its page even if the number is unchanged
 
+    def truncate_log(self) -> None:
+        """Empty the log, which holds older pages too; raises StoreFullError or StoreDirectoryError."""
+        with self._write_lock, self._errors():
+            truncate_log(self._writer)
+
     def check(self) -> None:
         """Check the file's own structure.
 
@@ -106,6 +111,7 @@ class Database:
         # isolation_level=None: only `transaction` begins and ends transactions.
         connection = sqlite3.connect(self._path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
+        connection.execute("PRAGMA secure_delete = ON")
         return connection
 
     def _errors(self) -> AbstractContextManager[None]:
@@ -141,6 +147,13 @@ def sqlite_errors(path: Path | None, unusable: Callable[[object], Exception]) ->
         if path is not None and _is_disk_full(path, error):
             raise StoreFullError(f"no room on the disk for {path}: {error}; free space") from error
         raise unusable(error) from error
+
+
+def truncate_log(connection: sqlite3.Connection) -> None:
+    """Empty the write-ahead log, which holds older pages too; waits for readers, and raises `sqlite3.Error` after a while."""
+    ((is_busy, *_),) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    if is_busy:
+        raise sqlite3.OperationalError("it is read all the time, so its log still has what was removed; remove something again")
 
 
 def _is_disk_full(path: Path, error: Exception) -> bool:

@@ -13,7 +13,7 @@ import re
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -31,7 +31,7 @@ from cacheblend.base.errors import (
     StoreFullError,
 )
 from cacheblend.base.files import make_private_file
-from cacheblend.base.sqlite import BUSY_TIMEOUT_S, committed, prefix_end, sqlite_errors
+from cacheblend.base.sqlite import BUSY_TIMEOUT_S, committed, prefix_end, sqlite_errors, truncate_log
 from cacheblend.store.layout import Reserve
 
 from .document import Chunk, EmbeddedDocument
@@ -140,9 +140,7 @@ class Catalog:
         if self._path is not None:
             make_private_file(self._path)
         with self._errors():
-            # isolation_level=None: _write begins and ends the transactions.
-            file = self._path or ":memory:"
-            self._db = sqlite3.connect(file, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+            self._db = self._connect()
         # The checksum finds a damaged text, and the error can name its document; a decoding error here would name none.
         self._db.text_factory = lambda raw: raw.decode(errors="surrogateescape")
         try:
@@ -159,6 +157,13 @@ class Catalog:
         except BaseException:
             self._db.close()
             raise
+
+    def _connect(self) -> sqlite3.Connection:
+        # isolation_level=None: _write begins and ends the transactions.
+        file = self._path or ":memory:"
+        connection = sqlite3.connect(file, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        connection.execute("PRAGMA secure_delete = ON")
+        return connection
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -203,19 +208,40 @@ class Catalog:
         self._refill()
         return change
 
-    def remove(self, document_id: str) -> Change:
-        """Remove a document and its chunks in one transaction; on a full disk, too, as long as it has a reserve.
+    def remove(self, *document_ids: str) -> Change:
+        """Remove documents and their chunks in one transaction; on a full disk, too, as long as it has a reserve.
 
         Raises `InputError` if there is no such document, `StoreFullError` if the reserve was needed before.
         """
 
         def step() -> Change:
             with self._write():
-                if self.version(document_id) is None:
-                    raise self._unknown(document_id)
-                return Change([], self._remove(document_id), self.generation)
+                for document_id in document_ids:
+                    if self.version(document_id) is None:
+                        raise self._unknown(document_id)
+                removed = [id_ for document_id in document_ids for id_ in self._remove(document_id)]
+                return Change([], removed, self.generation)
 
         return self._with_reserve(step)
+
+    def erase(self) -> None:
+        """Rewrite the file without what was removed, and empty its log; thread-safe, and reads go on meanwhile.
+
+        SQLite fills with zeros what is deleted, but leaves copies of rows in the pages from which it has moved them. On a full
+        disk those may stay until the next call, which is logged.
+
+        Raises:
+            RetrieverError: the file is read or written all the time, or cannot be written.
+        """
+        if self._path is None:
+            return
+        with self._errors(), closing(self._connect()) as db:
+            try:
+                with self._errors():
+                    db.execute("VACUUM")
+            except StoreFullError as error:
+                logger.warning("parts of removed texts may stay in %s until the next removal: %s", self._where, error)
+            truncate_log(db)
 
     def check_room(self, more_bytes: int = 0) -> None:
         """Refuse more bytes than the budget has room for, by `BudgetTooSmallError`."""

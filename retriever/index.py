@@ -111,8 +111,8 @@ class IndexedDocuments:
             return self._catalog.chunk(id_)
         return None
 
-    def delete(self, document_id: str) -> int:
-        """Remove a document; returns how many chunks went with it.
+    def delete(self, *document_ids: str) -> int:
+        """Remove documents, all or none; returns how many chunks went with them. Remains in the file go by `erase`.
 
         Raises:
             InputError: there is no such document.
@@ -120,9 +120,13 @@ class IndexedDocuments:
             StoreFullError: the disk is full, and what was reserved for removals was used up by earlier ones.
         """
         with self._lock:
-            change = self._catalog.remove(document_id)
+            change = self._catalog.remove(*document_ids)
             self._follow(change, ())
         return len(change.removed_ids)
+
+    def erase(self) -> None:
+        """Clear the catalog's file of what was removed; searches do not wait for it. Raises as `Catalog.erase`."""
+        self._catalog.erase()
 
     def _follow(self, change: Change, embedded: Sequence[EmbeddedDocument]) -> None:
         """Apply a change of the catalog to indexes in memory; there are none here."""

@@ -6,7 +6,7 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -413,6 +413,26 @@ class DocumentTable:
                 raise _unknown(id_)
             own = [digest for (digest,) in self._database.rows(_OWN, id_)]
             return self._change(change, self._digests([id_]), own)
+
+    def forget_texts(self, texts: Collection[Sequence[int]]) -> None:
+        """Remove what is left of the texts of deleted documents, given as token ids.
+
+        That is KV of no document with these tokens, as a salt, or a request that brought the text, has left it; the files that
+        were set aside, whatever they hold; and the names in the catalog's log. Raises as `delete`.
+        """
+        wanted = set(map(tuple, texts))
+        lengths = ", ".join(map(str, {len(text) for text in wanted}))
+        query = f"SELECT digest FROM entries WHERE tokens IN ({lengths}) AND digest NOT IN (SELECT digest FROM document_chunks)"
+        with self._nvme.exclusive():
+            gone = list[str]()
+            for (digest,) in self._database.rows(query):
+                if (file := self._nvme.open(digest, is_use=False)) is not None:
+                    with file:
+                        gone += [digest] * (file.info.token_ids in wanted)
+            if gone:
+                self._change(lambda _: None, gone, gone)
+            self._nvme.folder.clear_damaged()
+            self._database.truncate_log()
 
     def pin(self, id_: str, *, pinned: bool = True) -> None:
         """Spare a document's chunks from evictions by every process, those that are stored later too; or no longer.

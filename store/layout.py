@@ -89,6 +89,11 @@ class StoreFolder:
         for old in sorted(self.damaged.iterdir(), key=lambda file: file.stat().st_mtime_ns)[:-_MAX_DAMAGED_FILES]:
             old.unlink(missing_ok=True)
 
+    def clear_damaged(self) -> None:
+        """Remove the files that were set aside."""
+        for path in self.damaged.iterdir():
+            path.unlink(missing_ok=True)
+
     def _check_marker(self) -> None:
         """Refuse a folder of another kind or format; make the marker of a new store, and that of a store which lost it."""
         is_store = self.catalog.is_file() and self.lock.is_file() and self._entries.is_dir()  # the catalog has its own version

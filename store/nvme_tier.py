@@ -226,8 +226,7 @@ class NvmeTier:
         """Remove every entry, and the files that were set aside."""
         with self.exclusive():
             self.remove(row.key.digest for row in self.catalog.entries())
-            for path in self.folder.damaged.iterdir():
-                path.unlink()
+            self.folder.clear_damaged()
 
     def shrink(self) -> Sequence[str]:
         """Evict entries until the budget holds, as far as pins allow; returns their digests."""

@@ -19,7 +19,8 @@ from itertools import islice
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from cacheblend.base.errors import BudgetTooSmallError, CacheBlendError, InputError, StoreFullError
+from cacheblend.base.errors import BudgetTooSmallError, CacheBlendError, DamagedDocumentError, InputError, StoreFullError
+from cacheblend.base.threads import in_groups
 from cacheblend.retriever import Retriever
 from cacheblend.retriever.document import file_of
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _NUMBER = re.compile("([0-9]+)")
+DELETED_AT_ONCE = 64  # documents for which others wait together
 _OF_STORE = ("stored_chunks", "shared_chunks", "stored_bytes", "own_bytes")
 
 
@@ -243,33 +245,43 @@ class Documents:
     def delete(self, id_: str) -> DocumentStatus:
         """Remove a document, or a file's, pinned or not, and the KV of the chunks that no other document has; the last status.
 
+        After it no file of index and store has the texts, whose other copies docs/store.md lists.
+
         The KV goes first: where the process dies between the two, the document is still listed and can be deleted again.
         Raises InputError if there is no such document.
         """
         with self._store.exclusive():
             statuses = self._statuses(id_)
-            for part in statuses:
-                self._delete(part.id)
+            self._delete([part.id for part in statuses])
+        self._index.erase()
         return _together(id_, statuses)
 
-    def _delete(self, id_: str) -> None:
-        if self._store.documents.version(id_) is not None:
-            self._store.documents.delete(id_)
-        if self._index.document(id_) is not None:
+    def _delete(self, ids: Sequence[str]) -> None:
+        """Delete documents, where there are such; `erase` of the index has yet to follow."""
+        texts = list[tuple[int, ...]]()
+        for id_ in ids:
+            with suppress(InputError, DamagedDocumentError):
+                texts += [chunk.token_ids for chunk in self._index.chunks(id_)]
+            if self._store.documents.version(id_) is not None:
+                self._store.documents.delete(id_)
+        self._store.documents.forget_texts(texts)
+        if indexed := [id_ for id_ in ids if self._index.version(id_) is not None]:
             try:
-                self._index.delete(id_)
+                self._index.delete(*indexed)
             except StoreFullError:  # what the KV's files left free is reserved again, or taken by others
                 if not self._store.release_reserve():
                     raise
-                self._index.delete(id_)
+                self._index.delete(*indexed)
 
     def prune(self, ids: Collection[str], files: Collection[str] | None = None) -> list[str]:
         """Delete all documents but those of `ids`, or of `files` the parts that are not among them; the ids of the deleted."""
         parts = (id_ for file in files or () for id_ in self._index.ids(f"{file}#") if file_of(id_) == file)
         gone = [id_ for id_ in (self._index.ids() if files is None else parts) if id_ not in ids]
-        for id_ in gone:
-            with suppress(InputError):  # deleted meanwhile
-                self.delete(id_)
+        for group in in_groups(gone, lambda group: len(group) >= DELETED_AT_ONCE):
+            with self._store.exclusive():
+                self._delete(group)
+        if gone:
+            self._index.erase()
         return gone
 
     def pin(self, id_: str, *, pinned: bool = True) -> DocumentStatus:
