@@ -7,7 +7,7 @@ among them, D head size, M hidden size.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -49,6 +49,8 @@ class FusionConfig:
             "question_attention": tokens of the question's highest attention; it won on pretrained models
             (docs/benchmarks.md). "gradual": the paper's HKVD tokens (§4.3, figure 9); "single_shot": HKVD tokens chosen at
             layer 1 for all layers; "first_tokens": EPIC's; "random": the control.
+        max_loss_nats: the first token's distribution may move by so much between full reuse and a blend at `recompute_ratio`;
+            where it moves further, the blend is widened (blend/widening.py). None: never. For "question_attention" only.
 
     Raises:
         ConfigError: a value is outside its range, or the selector is unknown.
@@ -63,11 +65,16 @@ class FusionConfig:
         f"How the tokens to recompute are selected; left out, the calibrated selector, or {DEFAULT_SELECTOR}.",
         choices=SELECTORS,
     )
+    max_loss_nats: float | None = option(
+        None, "Recompute more where recomputing a little moves the first token further; left out, the preset's, or never."
+    )
 
     def __post_init__(self) -> None:
-        ratio = self.recompute_ratio
+        ratio, nats = self.recompute_ratio, self.max_loss_nats
         if ratio is not None and (isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1):
             raise ConfigError("recompute_ratio", ratio, "a number from 0 to 1")
+        if nats is not None and (isinstance(nats, bool) or not isinstance(nats, int | float) or not nats > 0):
+            raise ConfigError("max_loss_nats", nats, "a number above 0; recompute_ratio=1 loses nothing")
         named = isinstance(self.selector, str | None)
         if self.selector not in (None, *SELECTORS) if named else not hasattr(self.selector, "select"):
             raise ConfigError("selector", self.selector, f"one of {', '.join(SELECTORS)}, or a Selector")
@@ -101,17 +108,36 @@ class Fusion:
     reads the others' output.
 
     Without a `sink` the finished layers go to the cache of the result.
+
+    Args:
+        scores: of the tokens, as an earlier fusion of the prompt has them; None to run the question.
+        keeps_reuse: the question's pass goes through all layers, for `reuse_logits`.
+
+    Attributes:
+        layers: the finished ones, where they go to the cache of the result.
+        scores: attention (L, N) of the question, summed over a layer and those after it; the mask `Prompt.bridges_N`.
+        reuse_logits: float32 (V,), of full reuse; None where they are not kept or nothing is asked.
     """
 
     def __init__(
-        self, runner: ModelRunner, prompt: Prompt, selector: Selector, source: LayerSource, sink: LayerSink | None = None
+        self,
+        runner: ModelRunner,
+        prompt: Prompt,
+        selector: Selector,
+        source: LayerSource,
+        sink: LayerSink | None = None,
+        *,
+        scores: tuple[Tensor, Tensor] | None = None,
+        keeps_reuse: bool = False,
     ) -> None:
         self._runner, self._prompt, self._selector, self._source, self._sink = runner, prompt, selector, source, sink
+        self.layers, self._keeps_reuse = list[LayerKV](), keeps_reuse
+        self.reuse_logits: Tensor | None = None
         self._deviation: tuple[Tensor, Tensor] | None = None  # the positions measured, and theirs on the device
-        self._attention_LN = torch.zeros(1, len(prompt))  # what the question attends to from each layer on; 0: not asked
-        self._bridge_N = torch.zeros(len(prompt), dtype=torch.bool)
+        # What the question attends to from each layer on, and tokens that link chunks; 0: not asked.
+        self.scores = scores or (torch.zeros(1, len(prompt)), torch.zeros(len(prompt), dtype=torch.bool))
+        self._has_scores = scores is not None
         self._turns: dict[Hashable, Turn] = {}  # by the kind of rotary embedding
-        self._shared: dict[int, LayerKV] = {}  # layers whose KV later layers read
         self._read: dict[int, LayerKV] = {}  # layers that the question pass has read, keys rotated, until they are run
 
     def steps(self) -> Generator[LayerReport, None, FusionResult]:
@@ -125,7 +151,8 @@ class Fusion:
         token_ids_N = upload(torch.tensor(prompt.token_ids), runner.geometry.device)
         rotary = runner.rotary(torch.arange(len(prompt), device=runner.geometry.device), runner.embed(token_ids_N[:1]))
         questions: list[LayerReport] = []
-        asks = prompt.reusable_tokens > 0 and runner.geometry.layers > 1 and getattr(self._selector, "reads_attention", False)
+        asks = prompt.reusable_tokens > 0 and runner.geometry.layers > 1 and not self._has_scores
+        asks = asks and getattr(self._selector, "reads_attention", False)
         if asks:  # 1. The question's rows run over the stored KV, and score the tokens.
             self._source.start(prompt, runner.geometry, reuse_layer_0=True)
             yield from self._ask(token_ids_N, rotary, questions)
@@ -153,16 +180,15 @@ class Fusion:
             self._hidden_1SM = runner.run_rows(layer, self._hidden_1SM, rows, cos_sin_N, layer_kv, scatter=scatter)
             # 6. The finished layer goes to the cache, or to the caller's sink.
             sink.put(layer, layer_kv)
-            if layer in runner.geometry.shared:
-                self._shared[layer] = layer_kv
+            if self._sink is None:
+                self.layers.append(layer_kv)
             recomputed.append(self._rows.positions_S)
             projected.append(fresh_S)
             reports.append(LayerReport(layer, len(self._rows), wait_s, time.perf_counter() - arrived))
             yield reports[-1]
 
-        self._run_without_kv(rotary)
         return FusionResult(
-            runner.logits(self._hidden_1SM) if self._sink is None else torch.empty(0),
+            torch.empty(0) if self._sink is not None else self._logits(self._hidden_1SM, rotary, self.layers),
             cache.cache,
             prompt.token_ids,
             tuple(recomputed),
@@ -182,14 +208,13 @@ class Fusion:
         self._hidden_1SM = self._hidden_1SM[:, -1:]
         return self._rows.last
 
-    def _run_without_kv(self, rotary: Mapping[Hashable, CosSin]) -> None:
-        """Run the prompt's last position through the layers that keep no KV, each over an earlier layer's."""
-        runner, row = self._runner, self._rows.last
-        if self._sink is not None:
-            return  # nobody asks for logits
+    def _logits(self, hidden_1SM: Tensor, rotary: Mapping[Hashable, CosSin], layers: Sequence[LayerKV]) -> Tensor:
+        """Logits (V,) of the last row, once it has run through the layers that keep no KV, each over an earlier layer's."""
+        runner, row = self._runner, Rows.of(torch.tensor([len(self._prompt) - 1]), self._runner.geometry.device)
         for layer, source in enumerate(runner.geometry.shared, start=runner.geometry.layers):
-            cos_sin_N, last_1SM = rotary[runner.layer_types[layer]], self._hidden_1SM[:, -1:]
-            self._hidden_1SM = runner.run_rows(layer, last_1SM, row, cos_sin_N, self._shared[source], scatter=False)
+            cos_sin_N, last_1SM = rotary[runner.layer_types[layer]], hidden_1SM[:, -1:]
+            hidden_1SM = runner.run_rows(layer, last_1SM, row, cos_sin_N, layers[source], scatter=False)
+        return runner.logits(hidden_1SM)
 
     def _deviation_N(self) -> Tensor:
         deviation_N = torch.zeros(len(self._prompt))
@@ -206,22 +231,23 @@ class Fusion:
     def _ask(
         self, token_ids_N: Tensor, rotary: Mapping[Hashable, CosSin], reports: list[LayerReport]
     ) -> Generator[LayerReport, None, None]:
-        """Run the question over the stored KV, through all layers but the last, and add up what it attends to."""
+        """Run the question over the stored KV, and add up what it attends to in all layers but the last."""
         runner, prompt = self._runner, self._prompt
         rows = Rows.of(question_rows(prompt), runner.geometry.device)
         question = Question(rows, prompt.fresh_N, runner.geometry.device)
         hidden_1SM = runner.embed(token_ids_N[rows.on_device_S])
         to_rotate = prompt.runs_to_rotate()
-        attention_LN = torch.zeros(runner.geometry.layers - 1, len(prompt), device=runner.geometry.device)
+        scored = runner.geometry.layers - 1
+        attention_LN = torch.zeros(scored, len(prompt), device=runner.geometry.device)
         reusable_N = upload(prompt.reusable_N, runner.geometry.device)
-        for layer in range(runner.geometry.layers - 1):
+        for layer in range(scored + self._keeps_reuse):
             layer_kv, wait_s = self._arrival(layer)
             arrived = time.perf_counter()
             cos_sin_N = rotary[runner.layer_types[layer]]
             self._rotate(layer, layer_kv, cos_sin_N, to_rotate)
             layer_pass = QuestionPass(layer_kv, question, runner.windows[layer])
             hidden_1SM = runner.run_question(layer, hidden_1SM, rows, cos_sin_N, layer_pass)
-            if layer > 0:  # layer 0's stored KV is exact
+            if 0 < layer < scored:  # layer 0's stored KV is exact
                 attention_2N = runner.reduce(layer_pass.attention_2N)
                 # A layer that looks elsewhere than at the reusable tokens counts as much, and the last row as much as all.
                 on_reusable_21 = (attention_2N * reusable_N).sum(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
@@ -229,8 +255,10 @@ class Fusion:
             self._read[layer] = layer_kv
             reports.append(LayerReport(layer, len(rows), wait_s, time.perf_counter() - arrived))
             yield reports[-1]
-        self._bridge_N = prompt.bridges_N()
-        self._attention_LN = attention_LN.flip(0).cumsum(0).flip(0).cpu()
+        summed_LN = attention_LN.flip(0).cumsum(0).flip(0).cpu()
+        self.scores = torch.cat([summed_LN, summed_LN[-1:]]), prompt.bridges_N()
+        if self._keeps_reuse:
+            self.reuse_logits = self._logits(hidden_1SM, rotary, list(self._read.values()))
 
     def _filter(self, layer: int, layer_kv: LayerKV, cos_sin_N: CosSin) -> tuple[Tensor, bool]:
         """Narrow the rows to those that this layer recomputes.
@@ -265,14 +293,15 @@ class Fusion:
         """Mask (S,) of the rows that stay: all that are not reusable, the selector's choice, and the prompt's last."""
         reusable_S = self._prompt.reusable_N[positions_S]
         candidates_C = positions_S[reusable_S]
+        attention_LN, bridge_N = self.scores
         step = SelectionStep(
             layer,
             self._runner.geometry.layers,
             self._prompt.reusable_tokens,
             candidates_C,
             deviation_C,
-            self._attention_LN[min(layer, len(self._attention_LN) - 1), candidates_C],
-            self._bridge_N[candidates_C],
+            attention_LN[min(layer, len(attention_LN) - 1), candidates_C],
+            bridge_N[candidates_C],
             self._prompt.offset_N[candidates_C],
             len(positions_S) - len(candidates_C),
         )

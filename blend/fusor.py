@@ -29,6 +29,8 @@ from .layer_passes import SharedPrefix
 from .loading import DTypeOption, load_model, load_tokenizer
 from .precompute import ChunkContext, passes, readings, run_pass
 from .prompt import FusionResult, Prompt, Segment
+from .selectors import QuestionAttention
+from .widening import WIDE_RATIO, widening_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -250,13 +252,16 @@ class Fusor:
     ) -> FusionSteps:
         """`fuse`, one layer a step: a server puts decode steps between layers, and stops a cancelled request by closing it.
 
-        A `sink` receives each finished layer. The result then has neither cache nor logits.
+        A `sink` receives each finished layer; where a blend may be widened, all at the end. The result then has no logits.
         """
         prompt = Prompt.of(segments)
         self._check_tokens(prompt.token_ids)
         prompt.check_kv(self.fingerprint, self.runner.geometry, self.exact_fingerprint(len(prompt)))
-        selector = (config or FusionConfig()).resolve_selector()
-        return FusionSteps(Fusion(self.runner, prompt, selector, source or ResidentLayers(), sink).steps())
+        config, source = config or FusionConfig(), source or ResidentLayers()
+        selector, nats = config.resolve_selector(), config.max_loss_nats
+        if nats is not None and isinstance(selector, QuestionAttention) and 0 < config.ratio < WIDE_RATIO:
+            return FusionSteps(widening_steps(self.runner, prompt, config.ratio, nats, source, sink))
+        return FusionSteps(Fusion(self.runner, prompt, selector, source, sink).steps())
 
     def prefix_steps(self, token_ids: Sequence[int], device: torch.device | None = None) -> tuple[FusionSteps, PrefixRun]:
         """Compute the KV of a prompt's first tokens, one layer a step, on the model's device or another.

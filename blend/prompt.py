@@ -218,7 +218,9 @@ class FusionResult:
         layers: a report a layer.
         memory: per layer the buffer of the keys and values in `cache`, (2, 1, H, C, D) with room after the prompt for one
             sequence to grow; None if `cache` has a copy; empty if there is no room.
-        selection: a report for each layer of the selector's own pass, before `layers`; empty without such a pass.
+        selection: reports of what ran before `layers`: the selector's own pass, and the first round of a widened blend.
+        moved_nats: how far the first token's distribution moved from full reuse to the first round; None where not measured.
+        is_widened: a second round ran, whose ratio is `recomputed_ratio`.
     """
 
     logits: torch.Tensor
@@ -232,6 +234,8 @@ class FusionResult:
     layers: tuple[LayerReport, ...] = ()
     memory: list[torch.Tensor | None] = field(default_factory=list, repr=False)
     selection: tuple[LayerReport, ...] = ()
+    moved_nats: float | None = None
+    is_widened: bool = False
 
     def take_memory(self) -> list[torch.Tensor | None]:
         """`memory` for the first caller, an empty list for others: two sequences after one prompt need separate room.
@@ -249,7 +253,7 @@ class FusionResult:
 
     @property
     def selection_rows(self) -> tuple[int, ...]:
-        """Rows of the selector's own pass, for each of its layers; empty without such a pass."""
+        """Rows of each report in `selection`."""
         return tuple(report.recomputed for report in self.selection)
 
     @property

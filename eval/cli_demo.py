@@ -20,6 +20,7 @@ from cacheblend.cli.model import choose_model
 from cacheblend.service.engine.config import EngineConfig, write_examples
 
 CHUNK_TOKENS = 256
+DEMO_MODEL = "qwen2.5-coder-0.5b"  # the smallest known one whose answers are mostly right
 MAX_TOKENS = 24
 
 
@@ -32,7 +33,7 @@ MAX_TOKENS = 24
 def demo(
     model: Annotated[
         str | None,
-        typer.Argument(envvar="CACHEBLEND_MODEL", help=f"{options.MODEL_HELP[:-1]}; left out, the default known model."),
+        typer.Argument(envvar="CACHEBLEND_MODEL", help=f"{options.MODEL_HELP[:-1]}; left out, {DEMO_MODEL}."),
     ] = None,
     questions: Annotated[
         str, typer.Option(metavar="N|all", help="Questions about the handbook, at even distances from its 40.")
@@ -46,6 +47,9 @@ def demo(
         ),
     ] = None,
     num_chunks: Annotated[int, typer.Option(help="Chunks to retrieve.")] = 6,
+    small: Annotated[
+        bool, typer.Option("--small", help="The default model of the other commands: a seventh of the memory, often wrong.")
+    ] = False,
     yes: options.Fetch = False,
     *,
     settings: options.Settings,
@@ -58,7 +62,7 @@ def demo(
     Examples:
         cacheblend demo
 
-        cacheblend demo --yes --questions all --json
+        cacheblend demo --small --yes --questions all --json
 
         cacheblend demo ./model
     """
@@ -68,7 +72,8 @@ def demo(
     started = time.perf_counter()
     if store_dir is None and model is None and settings.values["chunk_tokens"] == CHUNK_TOKENS:
         store_dir = user_data_folder() / "demo"
-    config = settings.make(EngineConfig, model=choose_model(model, yes=yes), store_dir="store")
+    chosen = choose_model(model, yes=yes, default_name=None if small else DEMO_MODEL)
+    config = settings.make(EngineConfig, model=chosen, store_dir="store")
     _handbook_demo(config, store_dir, num_chunks, count, as_json, started)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from cacheblend.blend import FusionResult
+from cacheblend.blend import FusionResult, LayerReport
 from cacheblend.blend.anatomy import LayerAnatomy
 from cacheblend.blend.attention import first_seen
 from cacheblend.blend.decoder import Decoder
@@ -81,7 +81,7 @@ class ModelCompute:
         """Count a prompt's prefill through the model's own forward."""
         return self.head + sum(layer.rows(torch.arange(tokens)) for layer in (*self.layers, *self.shared))
 
-    def fusion(self, fused: FusionResult, selection_rows: Iterable[int] = ()) -> int:
+    def fusion(self, fused: FusionResult, selection: Iterable[LayerReport] = ()) -> int:
         """Count the work that made a prompt's cache; tokens of exact segments (a cached prefix) cost nothing.
 
         A layer that compares candidates projects K and V of all candidates, and again of the rows that it runs. The last
@@ -89,7 +89,7 @@ class ModelCompute:
 
         Args:
             fused: the prompt.
-            selection_rows: number of rows of the selector's own pass in each layer; they are counted as the prompt's last rows.
+            selection: layers and rows of what ran before; they are counted as the prompt's last rows.
         """
         tokens, last = len(fused.token_ids), len(self.layers) - 1
         total, is_fusion = self.head, bool(fused.layers)
@@ -100,15 +100,13 @@ class ModelCompute:
                 total += len(fresh) * layer.kv
         end_S = fused.recomputed[-1][-1:] if is_fusion else fused.recomputed[-1]
         total += sum(layer.rows(end_S) for layer in self.shared)
-        return total + sum(
-            layer.rows(torch.arange(tokens - rows, tokens)) for rows, layer in zip(selection_rows, self.layers, strict=False)
-        )
+        before = ((self.layers[report.layer], torch.arange(tokens - report.recomputed, tokens)) for report in selection)
+        return total + sum(layer.rows(rows) for layer, rows in before)
 
 
 def compute_share(fused: FusionResult, model: ModelCompute) -> float:
     """Return a fusion's multiply-adds over those of a full prefill of its tokens: 1 for full recompute.
 
-    Layer 0, projections of candidates and the rows of the selector's own pass (`fused.selection_rows`) are included.
+    Layer 0, projections of candidates and what ran before (`fused.selection`) are included.
     """
-    own_pass: Iterable[int] = getattr(fused, "selection_rows", ())
-    return model.fusion(fused, own_pass) / model.full_prefill(len(fused.token_ids))
+    return model.fusion(fused, fused.selection) / model.full_prefill(len(fused.token_ids))

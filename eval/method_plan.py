@@ -20,9 +20,11 @@ _NAMED = {
 SELECTOR_OF_METHOD = {**_NAMED, **{f"blend_{name}": name for name in SELECTORS if name not in _NAMED.values()}}
 METHOD_OF_SELECTOR = {selector: name for name, selector in reversed(SELECTOR_OF_METHOD.items())}
 FULL_REUSE = "full_reuse"
-# Methods without a recompute ratio and without a context of the chunks' KV; full reuse has a context and no ratio.
+# What an engine does for requests that name no ratio: a blend at r*, widened where its first token moves too far.
+WIDENED = ("balanced", "high")
+# Methods without a recompute ratio and without a context of the chunks' KV; full reuse, and what is widened, has a context.
 _PLAIN = ("full_recompute", "prefix_cache")
-METHODS = (*_PLAIN, FULL_REUSE, *SELECTOR_OF_METHOD)
+METHODS = (*_PLAIN, FULL_REUSE, *WIDENED, *SELECTOR_OF_METHOD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ def plan_methods(
             continue
         for context in contexts:
             label = name if context == CONTEXTS[0] else f"{name}+{context}"
-            if name == FULL_REUSE:
+            if name in (FULL_REUSE, *WIDENED):
                 planned.append(PlannedMethod(label, name, None, context))
                 continue
             for ratio in ratios:

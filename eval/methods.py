@@ -18,14 +18,16 @@ import torch
 from cacheblend.blend import ChunkContext, FusionConfig, FusionResult, Fusor, Segment, SequenceKV
 from cacheblend.blend.fusor import NO_CONTEXT
 from cacheblend.blend.precompute import DOCUMENT_TOKENS
+from cacheblend.blend.widening import FIRST_RATIO
 from cacheblend.eval.data import Request
 from cacheblend.service.engine.chunk_context import chunk_context
+from cacheblend.service.engine.config import PRESETS
 from cacheblend.service.engine.decoding import Decoding, Sampling
 from cacheblend.service.engine.prompt import PromptTokens
 from cacheblend.store import ChunkKV
 from cacheblend.store.codecs import CODECS, LayerShape
 
-from .method_plan import CONTEXTS, FULL_REUSE, SELECTOR_OF_METHOD, PlannedMethod
+from .method_plan import CONTEXTS, FULL_REUSE, SELECTOR_OF_METHOD, WIDENED, PlannedMethod
 
 
 class StoredContexts:
@@ -304,6 +306,9 @@ def make_methods(planned: Sequence[PlannedMethod], fusor: Fusor) -> Mapping[str,
 def _make(planned: PlannedMethod, fusor: Fusor) -> Method:
     if planned.name == FULL_REUSE:
         return Blend(fusor, FusionConfig(recompute_ratio=0.0), planned.context)
+    if planned.name in WIDENED:
+        config = FusionConfig(recompute_ratio=FIRST_RATIO, max_loss_nats=PRESETS[planned.name][1])
+        return Blend(fusor, config, planned.context)
     if planned.ratio is None:
         return PrefixCache(fusor) if planned.name == "prefix_cache" else FullRecompute(fusor)
     config = FusionConfig(recompute_ratio=planned.ratio, selector=SELECTOR_OF_METHOD[planned.name])

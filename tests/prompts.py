@@ -38,7 +38,8 @@ def rag_prompt(fusor: Fusor) -> list[Segment]:
 
 def largest_difference(one: DynamicCache, other: DynamicCache) -> float:
     """Largest absolute difference of any key or value of two caches of the same shape."""
-    pairs = [(a, b) for x, y in zip(one.layers, other.layers, strict=True) for a, b in ((x.keys, y.keys), (x.values, y.values))]
+    layers = [pair for pair in zip(one.layers, other.layers, strict=True) if pair[0].keys is not None]  # they keep KV
+    pairs = [(a, b) for x, y in layers for a, b in ((x.keys, y.keys), (x.values, y.values))]
     assert all(a.shape == b.shape for a, b in pairs)
     return max(float((a.float() - b.float()).abs().max()) for a, b in pairs)
 

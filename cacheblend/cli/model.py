@@ -90,8 +90,10 @@ def _row(model: KnownModel) -> dict[str, Any]:
     }
 
 
-def choose_model(model: str | None, *, yes: bool) -> str:
-    """The model that was asked for, or the default known one, which is fetched first if the user agrees or has agreed (`yes`).
+def choose_model(model: str | None, *, yes: bool, default_name: str | None = None) -> str:
+    """The model that was asked for, or a known one, which is fetched first if the user agrees or has agreed (`yes`).
+
+    The known one is the default of all commands where none is named.
 
     Raises:
         InputError: the default model is not on this machine, and there is no terminal on which to ask for the download.
@@ -101,8 +103,8 @@ def choose_model(model: str | None, *, yes: bool) -> str:
         return model
     with terminal.shown_stages():
         from cacheblend.blend.models import DEFAULT_MODEL, KNOWN_MODELS
-    default = KNOWN_MODELS[DEFAULT_MODEL]
-    terminal.note(f"No --model was given: using {default.name}")
+    default = KNOWN_MODELS[default_name or DEFAULT_MODEL]
+    terminal.note(f"No model was given: using {default.name}")
     if not default.is_fetched:
         if not yes:
             terminal.confirm(

@@ -27,7 +27,13 @@ logger = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICES = '"auto", "cpu", "cuda" or "cuda:N"'
 KV_FOLDER, INDEX_FOLDER = "kv", "index"  # of a store folder
-PRESETS: dict[str, float | None] = {"exact": 1.0, "balanced": None, "fast": 0.05}
+# A recompute ratio, None for r* or what hides behind loading; and how far a first token may move before a blend is widened.
+PRESETS: dict[str, tuple[float | None, float | None]] = {
+    "exact": (1.0, None),
+    "high": (None, 0.02),
+    "balanced": (None, 0.05),
+    "fast": (0.05, None),
+}
 SETTINGS_FILE = "settings.json"  # of a store folder: what the KV in it was computed with
 EXAMPLES_FILE = "examples.json"  # of a store folder: questions that its documents answer well
 MAX_EXAMPLES = 12
@@ -43,9 +49,11 @@ class EngineConfig:
         model: directory, GGUF file, hub id or known name of the model.
         store_dir: folder of the chunk KV (`kv/`), the retrieval index (`index/`) and the profiles (`profiles/`); made when
             missing.
-        preset: a recompute ratio by name, where `fusion` has none. "exact": 1, so that every answer is full prefill's;
-            "balanced": the loading controller takes r*, or more where loading takes longer anyway; without a profile, r*. r* is
-            the store's calibrated ratio, or `loader.quality_ratio`; see `calibrated`. "fast": 0.05.
+        preset: how much is recomputed, where `fusion` has no ratio. "exact": all, so that every answer is full prefill's.
+            "balanced": the loading controller chooses r*, or more where that hides beside loading; without a profile, r*. r* is
+            the store's calibrated ratio; without one 0.05, and a blend is widened (blend/widening.py) where that moves its
+            first token by more than 0.05 nats; of a model that is too small for that, `loader.quality_ratio`. "high": the same
+            from 0.02 nats. "fast": a ratio of 0.05.
         instruction: stands in front of the chunks in every prompt.
         store: budgets of the chunk KV; its folder is the engine's.
         retriever: chunks and embedder; its folder is the engine's.
@@ -117,7 +125,7 @@ class EngineConfig:
     @property
     def recompute_ratio(self) -> float | None:
         """The ratio of a request that names none; None leaves it to the loading controller."""
-        return PRESETS[self.preset] if self.fusion.recompute_ratio is None else self.fusion.recompute_ratio
+        return PRESETS[self.preset][0] if self.fusion.recompute_ratio is None else self.fusion.recompute_ratio
 
     def retriever_config(self) -> RetrieverConfig:
         """The retriever's part, in the engine's folder."""

@@ -202,8 +202,10 @@ class Engine:
         check()
         started, config, asked = time.perf_counter(), self.config, RequestOptions.read(options)
         max_tokens = config.max_tokens if asked.max_tokens is None else asked.max_tokens
-        ratio = asked.recompute_ratio
-        fusion = config.fusion if ratio is None else replace(config.fusion, recompute_ratio=ratio)
+        fusion = config.fusion
+        if asked.recompute_ratio is not None or asked.max_loss_nats is not None:
+            ratio = fusion.recompute_ratio if asked.recompute_ratio is None else asked.recompute_ratio
+            fusion = replace(fusion, recompute_ratio=ratio, max_loss_nats=asked.max_loss_nats)
         searches = asked.documents is not None or asked.layout is None or asked.num_chunks != 0
         if (layout := asked.layout) is None:
             layout = self.prompts.question(question)
@@ -227,6 +229,7 @@ class Engine:
             asked=asked,
             method=asked.method,
             recompute_ratio=fusion.recompute_ratio,
+            max_loss_nats=fusion.max_loss_nats,
             max_tokens=prompt.check_length(max_tokens, self.fusor.max_positions),
             chunks=scored,
             prompt=prompt,

@@ -25,6 +25,7 @@ from cacheblend.blend import (
 )
 from cacheblend.blend.decoder import Decoder
 from cacheblend.blend.hybrid import HybridDecoder, HybridSequence, State
+from cacheblend.blend.widening import WIDE_RATIO
 from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan, WorkEstimator
 from cacheblend.store import BLOCK_TOKENS, BlockChain, ChunkKV, KVStore, LayerPair, PrefixBlocks, PrefixRun
 
@@ -182,17 +183,18 @@ class Prefiller:
                 prefix.exact_tokens = plan.exact_tokens
                 # 2. Fuse, a layer a step; the loader reads the next layers meanwhile.
                 source = prefix.record(ResidentLayers() if plan.full_recompute else loader)
-                fusion = replace(self._config.fusion, recompute_ratio=plan.ratio)
+                fusion = replace(self._config.fusion, recompute_ratio=plan.ratio, max_loss_nats=request.max_loss_nats)
                 steps = self._fusor.fuse_steps(_segments(plan.segments), fusion, source)
                 fused = yield from steps
                 # 3. Compare the plan with what it took, and have the misses computed after the running requests.
-                self._observe(plan, loader.load_s, self._synchronized() - planned - steps.preempted_s, fused.wait_s)
+                took_s = self._synchronized() - planned - steps.preempted_s
+                self._observe(plan, loader.load_s, took_s, fused)
                 for chunk in plan.misses:
                     self._background.submit(chunk)
                 request.prefill = Prefill(
                     fused=fused,
                     segments=tuple(segment.record for segment in plan.segments),
-                    ratio=None if plan.full_recompute else plan.ratio,
+                    ratio=None if plan.full_recompute else WIDE_RATIO if fused.is_widened else plan.ratio,
                     loading=plan.predicted,
                     lookup_s=planned - started,
                     load_s=loader.load_s,
@@ -245,14 +247,15 @@ class Prefiller:
             torch.cuda.current_stream(self._fusor.decoder.device).synchronize()
         return time.perf_counter()
 
-    def _observe(self, plan: BlendPlan, load_s: float, prefill_s: float, wait_s: float) -> None:
+    def _observe(self, plan: BlendPlan, load_s: float, prefill_s: float, fused: FusionResult) -> None:
         """Log what was predicted beside what it took, and let the controller learn from it."""
         loading, controller = plan.predicted, self.controller
         if loading is None or controller is None:
             return
         # A GPU computes while the host waits, so there the two can be separated only where the host hardly waited.
-        waited = self._fusor.decoder.device.type == "cuda" and wait_s > 0.05 * prefill_s
-        controller.record(loading, load_s=load_s, compute_s=None if waited else prefill_s - wait_s)
+        waited = self._fusor.decoder.device.type == "cuda" and fused.wait_s > 0.05 * prefill_s
+        is_predicted = not waited and not fused.is_widened
+        controller.record(loading, load_s=load_s, compute_s=prefill_s - fused.wait_s if is_predicted else None)
         logger.info(
             "%s: prefill %.4f s, predicted %.4f; loading %.4f s, predicted %.4f",
             "full recompute" if loading.full_recompute else f"ratio {loading.ratio}",

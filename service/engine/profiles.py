@@ -9,6 +9,7 @@ from dataclasses import replace
 from cacheblend.base.errors import ProfileError
 from cacheblend.blend import Fusor
 from cacheblend.blend.precompute import DOCUMENT_TOKENS
+from cacheblend.blend.widening import FIRST_RATIO
 from cacheblend.loader import (
     Calibration,
     LoaderConfig,
@@ -20,9 +21,11 @@ from cacheblend.loader import (
 )
 from cacheblend.loader.profile import prefix_digest
 
-from .config import EngineConfig
+from .config import PRESETS, EngineConfig
 
 logger = logging.getLogger(__name__)
+# In a model's layers. The first token of smaller ones moves at every prompt: widening costs what it gains (docs/adr/031).
+WIDENED_PARAMETERS = 200_000_000
 # Contexts of chunks' KV that an engine can have, by `cacheblend eval`'s names: filler passages, and a document's window.
 CONTEXT_OPTIONS = {"default": ("auto", DOCUMENT_TOKENS), "filler": ("auto", 0)}
 CONTEXT_OPTIONS |= {"document": ("none", DOCUMENT_TOKENS), "head": ("none", 0)}
@@ -44,7 +47,7 @@ def find_controller(config: EngineConfig, fusor: Fusor) -> LoadingController | N
 
 
 def calibrated(config: EngineConfig, fusor: Fusor, prefix_ids: Sequence[int]) -> EngineConfig:
-    """The config with r* and selector of the calibration that stands beside the store, if there is one that can be used.
+    """The config with r* and selector of the calibration that stands beside the store; without one it may be widened.
 
     A selector that the config names stays; so do a `LoaderConfig.quality_ratio` other than the default, and `max_ratio`, which
     r* is cut to. A `recompute_ratio` still comes first. The context decides the keys of the stored KV: where the calibration's
@@ -61,7 +64,7 @@ def calibrated(config: EngineConfig, fusor: Fusor, prefix_ids: Sequence[int]) ->
         logger.warning("%s; until then the defaults hold", error)
         return config
     if found is None:
-        return config
+        return _widening(config, fusor)
     _compare_context(config, found)
     loader = config.loader
     if loader.quality_ratio == LoaderConfig().quality_ratio:
@@ -71,6 +74,20 @@ def calibrated(config: EngineConfig, fusor: Fusor, prefix_ids: Sequence[int]) ->
     fusion = replace(config.fusion, selector=config.fusion.selector or found.selector)
     logger.info("calibrated: r* = %g, selector %s", loader.quality_ratio, fusion.selector)
     return replace(config, fusion=fusion, loader=loader)
+
+
+def _widening(config: EngineConfig, fusor: Fusor) -> EngineConfig:
+    """The config with what its preset says of widening, where it names no ratio; a small model's blends are not widened."""
+    nats, decoder = config.fusion.max_loss_nats, fusor.decoder
+    if nats is None and config.fusion.recompute_ratio is None:
+        is_large = decoder.layer_parameters * decoder.geometry.layers >= WIDENED_PARAMETERS
+        nats = PRESETS[config.preset][1] if is_large else None
+    if nats is None:
+        return config
+    loader = config.loader
+    if loader.quality_ratio == LoaderConfig().quality_ratio:
+        loader = replace(loader, quality_ratio=min(FIRST_RATIO, loader.max_ratio))
+    return replace(config, fusion=replace(config.fusion, max_loss_nats=nats), loader=loader)
 
 
 def _compare_context(config: EngineConfig, found: Calibration) -> None:

@@ -52,6 +52,8 @@ class RequestOptions(Sampling):
         documents: bring your own retriever: these are split and used in full, and nothing is searched. A `Chunk` of the
             engine's retriever is used as it is.
         recompute_ratio: for "blend", 0..1; None leaves it to the config, or else to the loading controller.
+        max_loss_nats: for "blend", how far the first token may move before more is recomputed (`FusionConfig`); None leaves it
+            to the config, unless there is a ratio.
         max_tokens: upper bound on the generated tokens; None for the config's, or else as many as fit after the prompt.
         stop: strings that end the answer.
         layout: what stands around the chunks; None puts the config's instruction before and the question after them. With a
@@ -67,6 +69,7 @@ class RequestOptions(Sampling):
     method: str = "blend"
     documents: Sequence[Mapping[str, object] | Chunk] | None = None
     recompute_ratio: float | None = None
+    max_loss_nats: float | None = None
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     layout: PromptTokens | None = None
@@ -112,6 +115,8 @@ class AnswerPlan:
         recomputed_tokens: how many of those were recomputed, in the mean over layers 1 and up.
         loaded_bytes: bytes of stored KV that were loaded, by tier.
         loading: what the loading controller expected; None where it was not asked.
+        moved_nats: how far the first token's distribution moved in a blend's first round (blend/widening.py); None where it was
+            not measured.
         exact_reason: why a hybrid's prompt was run exactly, whatever the method; None for other models.
     """
 
@@ -127,6 +132,7 @@ class AnswerPlan:
     recomputed_tokens: float
     loaded_bytes: Mapping[str, int]
     loading: LoadingPlan | None = None
+    moved_nats: float | None = None
     exact_reason: str | None = None
 
     @property
@@ -269,7 +275,7 @@ class Request:
         engine: has its documents and stored KV.
         asked: what was asked for.
         method: how to prefill.
-        recompute_ratio: for "blend"; None leaves it to the loading controller.
+        recompute_ratio, max_loss_nats: for "blend"; None leaves it to the loading controller, and widens nothing.
         max_tokens: most tokens to generate.
         chunks: the chunks in the prompt, in order.
         prompt: the prompt's token ids.
@@ -290,6 +296,7 @@ class Request:
     asked: RequestOptions
     method: str
     recompute_ratio: float | None
+    max_loss_nats: float | None
     max_tokens: int
     chunks: list[ScoredChunk]
     prompt: PromptTokens
@@ -442,6 +449,7 @@ class Request:
             recomputed_tokens=fused.recomputed_ratio * fused.reusable_tokens,
             loaded_bytes=prefill.loaded_bytes,
             loading=loading,
+            moved_nats=fused.moved_nats,
             exact_reason=self.engine.fusor.exact_reason,
         )
         timings = Timings(

@@ -158,6 +158,7 @@ async def _respond(
                 method=body.method,
                 documents=body.brought,
                 recompute_ratio=body.recompute_ratio,
+                max_loss_nats=body.max_loss_nats,
                 stop=body.stop or [],
                 cache_salt=body.cache_salt,
                 tenant=request.state.tenant,

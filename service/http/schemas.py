@@ -394,6 +394,7 @@ class GenerationBody(StrictModel):
     num_chunks: Annotated[int, Field(ge=0, le=1000)] | None = None
     method: str = "blend"
     recompute_ratio: Share | None = None
+    max_loss_nats: Annotated[float, Field(gt=0, le=100)] | None = None
     cache_salt: Name = ""
     return_chunks: bool = False
 
