@@ -16,6 +16,7 @@ from fakes import FakeEmbedder
 from cacheblend.base.errors import ModelFetchError
 from cacheblend.blend import Fusor, models
 from cacheblend.eval import handbook_demo
+from cacheblend.eval.cli_demo import DEMO_MODEL
 from cacheblend.eval.handbook import handbook_documents, handbook_questions
 from cacheblend.eval.handbook_demo import (
     METHODS,
@@ -76,11 +77,11 @@ def test_the_default_model_is_fetched_with_yes_alone(cacheblend: Run, tmp_path: 
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(models, "fetch_model", nothing)
-    code, _, err = cacheblend("demo")
+    code, _, err = cacheblend("demo", "--small")
     assert (code, asked_for, f"cacheblend model get {models.DEFAULT_MODEL}" in err) == (2, [], True)
     code, _, err = cacheblend("demo", "--yes")
-    assert (code, asked_for) == (1, [models.DEFAULT_MODEL])
-    assert f"No --model was given: using {models.DEFAULT_MODEL}" in err
+    assert (code, asked_for) == (1, [DEMO_MODEL])
+    assert f"No model was given: using {DEMO_MODEL}" in err
     assert "no network; try again" in err
 
 

@@ -7,6 +7,7 @@ import pytest
 from engines import BROUGHT, OpenEngine, ask, furthest, profile_of, use_profile
 
 from cacheblend.blend import DEFAULT_RATIO, DEFAULT_SELECTOR, Fusor
+from cacheblend.blend.widening import FIRST_RATIO, WIDE_RATIO
 from cacheblend.loader import (
     Calibration,
     LoaderConfig,
@@ -57,6 +58,21 @@ class TestController:
         engine.close()
         path.write_text("{")
         assert open_engine(recompute_ratio=None).controller is None
+
+    def test_widening(self, open_engine: OpenEngine) -> None:
+        """A small model's blend is widened where a request asks for it, or the engine; not where a ratio is named."""
+        engine, documents = self.prepared(open_engine, load_share=0.001), [*BROUGHT, *reversed(BROUGHT)]
+        plans = [
+            ask(engine, documents=documents, **asked).plan
+            for asked in ({}, {"max_loss_nats": 1e-9}, {"recompute_ratio": 0.1}, {"recompute_ratio": 0.1, "max_loss_nats": 1e-9})
+        ]
+        assert [plan.recompute_ratio for plan in plans] == [QUALITY_RATIO, WIDE_RATIO, 0.1, WIDE_RATIO]
+        assert [plan.moved_nats is None for plan in plans] == [True, False, True, False]
+        engine.close()
+        asking = open_engine(recompute_ratio=None, max_loss_nats=50.0)
+        use_profile(asking, profile_of(asking))
+        plan = ask(asking, documents=documents).plan
+        assert (plan.recompute_ratio, plan.moved_nats is None) == (FIRST_RATIO, False)
 
     @pytest.mark.parametrize(("selector", "layers_read"), [("question_attention", 4), ("gradual", 3)])
     def test_fast_loading(self, open_engine: OpenEngine, selector: str, layers_read: int) -> None:
