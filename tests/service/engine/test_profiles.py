@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from engines import BROUGHT, OpenEngine, ask, furthest, profile_of, use_profile
@@ -62,10 +63,9 @@ class TestController:
     def test_widening(self, open_engine: OpenEngine) -> None:
         """A small model's blend is widened where a request asks for it, or the engine; not where a ratio is named."""
         engine, documents = self.prepared(open_engine, load_share=0.001), [*BROUGHT, *reversed(BROUGHT)]
-        plans = [
-            ask(engine, documents=documents, **asked).plan
-            for asked in ({}, {"max_loss_nats": 1e-9}, {"recompute_ratio": 0.1}, {"recompute_ratio": 0.1, "max_loss_nats": 1e-9})
-        ]
+        least: dict[str, Any] = {"max_loss_nats": 1e-9}
+        asked: list[dict[str, Any]] = [{}, least, {"recompute_ratio": 0.1}, {"recompute_ratio": 0.1, **least}]
+        plans = [ask(engine, documents=documents, **options).plan for options in asked]
         assert [plan.recompute_ratio for plan in plans] == [QUALITY_RATIO, WIDE_RATIO, 0.1, WIDE_RATIO]
         assert [plan.moved_nats is None for plan in plans] == [True, False, True, False]
         engine.close()
