@@ -35,7 +35,7 @@ config = EngineConfig(model="smollm2-135m", store_dir="store", fusion=FusionConf
 |---|---|
 | `exact` | 1: every reused token is recomputed; the prefix cache still helps |
 | `high` | as `balanced`, widened from 0.02 nats on |
-| `balanced` | the calibrated one; else 0.05, widened to 0.3 where that moves the first token by 0.05 nats; 0.14 for models under 200 M |
+| `balanced` | the calibrated one; else 0.05, and 0.3 where that moves the first token by 0.05 nats; small models: 0.14 |
 | `fast` | 0.05 |
 
 [Benchmarks](benchmarks.md) have the figures. `--recompute-ratio` comes before a preset, and the ratio of a request before both.
