@@ -21,13 +21,14 @@ from cacheblend.base.options import option
 from .attention import Rows, row_kernel, upload
 from .decoder import Decoder
 from .interfaces import CosSin, LayerKV, LayerSink, LayerSource, ModelRunner
-from .layer_passes import Question, QuestionPass, question_rows
+from .layer_passes import LinkPass, Question, QuestionPass, question_rows
 from .prompt import FusionResult, LayerReport, Prompt
 from .selectors import DEFAULT_SELECTOR, SELECTORS, Schedule, SelectionStep, Selector
 
 if TYPE_CHECKING:
     from .attention import Turn
 
+MAX_LINKING_ROWS = 1024  # of a round that notes links: these rows run in one piece
 # Rows of a check that are projected together: what they need stays near the caches.
 PROJECTED_AT_ONCE = 512
 # Positions at which the compiled rotation is compared with the model's.
@@ -117,6 +118,7 @@ class Fusion:
         layers: the finished ones, where they go to the cache of the result.
         scores: attention (L, N) of the question, summed over a layer and those after it; the mask `Prompt.bridges_N`.
         reuse_logits: float32 (V,), of full reuse; None where they are not kept or nothing is asked.
+        links_LN: beside `reuse_logits`, what the chosen tokens attend to in other chunks, summed like the scores.
     """
 
     def __init__(
@@ -177,7 +179,7 @@ class Fusion:
             if 0 < layer == runner.geometry.layers - 1:  # nobody reads the others' output
                 rows, scatter = self._keep_last(layer, layer_kv, cos_sin_N, is_projected=not scatter), False
             # 5. Attention and MLP of those tokens, against the layer's KV, with their own K and V in it.
-            self._hidden_1SM = runner.run_rows(layer, self._hidden_1SM, rows, cos_sin_N, layer_kv, scatter=scatter)
+            self._hidden_1SM = self._run(layer, layer_kv, cos_sin_N, rows, scatter=scatter)
             # 6. The finished layer goes to the cache, or to the caller's sink.
             sink.put(layer, layer_kv)
             if self._sink is None:
@@ -200,6 +202,22 @@ class Fusion:
             cache.memory,
             tuple(questions),
         )
+
+    def _run(self, layer: int, layer_kv: LayerKV, cos_sin_N: CosSin, rows: Rows, *, scatter: bool) -> Tensor:
+        """Run rows through a layer, and note the chosen ones' links where another round may follow; returns (1, S, M)."""
+        runner, prompt = self._runner, self._prompt
+        if self.reuse_logits is None or layer == runner.geometry.layers - 1 or len(rows) > MAX_LINKING_ROWS:
+            return runner.run_rows(layer, self._hidden_1SM, rows, cos_sin_N, layer_kv, scatter=scatter)
+        attention_LN, _ = self.scores
+        weight_S = attention_LN[layer, rows.positions_S] * prompt.reusable_N[rows.positions_S]
+        chunk_N = torch.where(prompt.reusable_N, (prompt.offset_N == 0).cumsum(0), -1)
+        device, window = runner.geometry.device, runner.windows[layer]
+        linking = LinkPass(layer_kv, rows, window, upload(weight_S, device), upload(chunk_N, device), scatter=scatter)
+        hidden_1SM = runner.run_question(layer, self._hidden_1SM, rows, cos_sin_N, linking)
+        links_N = runner.reduce(linking.links_N).cpu()
+        # Links of a layer count as much as the question's attention, for it and the layers before it.
+        self.links_LN[: layer + 1] += links_N / links_N.sum().clamp_min(torch.finfo(torch.float32).tiny)
+        return hidden_1SM
 
     def _keep_last(self, layer: int, layer_kv: LayerKV, cos_sin_N: CosSin, *, is_projected: bool) -> Rows:
         """Go on with the prompt's last position alone, once all rows' K and V are in the layer; returns its row."""
@@ -257,6 +275,7 @@ class Fusion:
             yield reports[-1]
         summed_LN = attention_LN.flip(0).cumsum(0).flip(0).cpu()
         self.scores = torch.cat([summed_LN, summed_LN[-1:]]), prompt.bridges_N()
+        self.links_LN = torch.zeros_like(self.scores[0])
         if self._keeps_reuse:
             self.reuse_logits = self._logits(hidden_1SM, rotary, list(self._read.values()))
 

@@ -101,19 +101,52 @@ class RowsPass(CachePass):
     """
 
     def __init__(self, layer_kv: LayerKV, rows: Rows, window: int | None, form: KVForm = AS_CACHED, *, scatter: bool) -> None:
-        self._layer_kv, self._rows, self._window, self._form, self._scatter = layer_kv, rows, window, form, scatter
+        self._layer_kv, self._rows, self._window, self.form, self._scatter = layer_kv, rows, window, form, scatter
 
     def update(self, k_1HSD: Tensor, v_1HSD: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
         if self._scatter:
-            self._layer_kv.put(self._rows.on_device_S, *self._form.pack(k_1HSD, v_1HSD))
-        return self._form.unpack(self._layer_kv.k_1HND, self._layer_kv.v_1HND)
+            self._layer_kv.put(self._rows.on_device_S, *self.form.pack(k_1HSD, v_1HSD))
+        return self.form.unpack(self._layer_kv.k_1HND, self._layer_kv.v_1HND)
 
     def __getitem__(self, _: object) -> tuple[Tensor, Tensor]:
         """KV that an earlier layer keeps for this one: the pass was given it."""
-        return self._form.unpack(self._layer_kv.k_1HND, self._layer_kv.v_1HND)
+        return self.form.unpack(self._layer_kv.k_1HND, self._layer_kv.v_1HND)
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Tensor:
         return attend(q, k, v, self._rows, window=self._window, **scores_of(q, kw))
+
+
+class LinkPass(RowsPass):
+    """Rows of a prompt that also say what they attend to in other chunks than their own.
+
+    Args:
+        layer_kv, rows, window, scatter: see `RowsPass`.
+        weight_S: float32, of each row among the others; 0 to leave it out.
+        chunk_N: LongTensor, the number of each position's chunk; below 0 for no chunk.
+
+    Attributes:
+        links_N: float32 (N,), weighted attention in the mean over heads.
+        form: how the layer's KV is stored; the runner sets it.
+    """
+
+    def __init__(
+        self, layer_kv: LayerKV, rows: Rows, window: int | None, weight_S: Tensor, chunk_N: Tensor, *, scatter: bool
+    ) -> None:
+        super().__init__(layer_kv, rows, window, scatter=scatter)
+        self.positions_S, self._weight_S, self._chunk_N = rows.positions_S, weight_S, chunk_N
+        self.links_N = torch.zeros(len(chunk_N), device=chunk_N.device)
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Tensor:
+        window = self._window if self._window is not None and int(self.positions_S[-1]) >= self._window else None
+        q_HSGD = q[0].unflatten(0, (k.shape[1], -1)).transpose(1, 2)
+        for block in self._rows.masked_blocks(None, window, q.dtype):
+            seen = slice(block.start, block.stop)
+            weights_HXK = attention_weights(q_HSGD[:, block.rows].flatten(1, 2), k[0, :, seen], block, **scores_of(q, kw))
+            weights_BK = weights_HXK.unflatten(1, (-1, q_HSGD.shape[2])).float().mean((0, 2))
+            own_B, chunk_K = self._chunk_N[self._rows.on_device_S[block.rows]], self._chunk_N[seen]
+            is_other_BK = (chunk_K != own_B[:, None]) & (chunk_K >= 0)
+            self.links_N[seen] += self._weight_S[block.rows] @ (weights_BK * is_other_BK)
+        return super().attend(module, q, k, v, mask, **kw)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from .fidelity import first_token_kl_nats
 from .fusion import Fusion
 from .selectors.question_attention import QuestionAttention
@@ -47,8 +49,9 @@ def widening_steps(
 ) -> Generator[LayerReport, None, FusionResult]:
     """Blend a prompt at `ratio`, and again at `WIDE_RATIO` where its first token moved too far; a layer a step.
 
-    The second round reads what the first one loaded, and runs all of its rows again: the result is the blend at `WIDE_RATIO`.
-    Rows that stayed as the first round left them would know as little of each other as before, and lose what widening gains.
+    The second round also chooses tokens that the first one's rows attend to in other chunks: a question's second hop. It reads
+    what the first one loaded, and runs all of its rows again: rows that stayed as the first round left them would know no more
+    of each other than before, and lose what widening gains.
 
     Args:
         runner: the model.
@@ -63,9 +66,13 @@ def widening_steps(
     if fusion.reuse_logits is not None:  # else nothing is reused, or one layer is all there is
         moved_nats = first_token_kl_nats(result.logits, fusion.reuse_logits)
         if moved_nats > max_loss_nats:
-            first, scores, finished = result, fusion.scores, FinishedLayers(fusion.layers)
+            first, finished = result, FinishedLayers(fusion.layers)
+            attention_LN, bridge_N = fusion.scores
+            attention_LN += fusion.links_LN
+            for attention_N, ran_S in zip(attention_LN, first.recomputed, strict=True):
+                attention_N[ran_S] = torch.inf  # so that no row stays
             laid_out = replace(prompt, segments=())  # no segment's keys are left to rotate
-            fusion = Fusion(runner, laid_out, QuestionAttention(WIDE_RATIO), finished, scores=scores)
+            fusion = Fusion(runner, laid_out, QuestionAttention(WIDE_RATIO), finished, scores=(attention_LN, bridge_N))
             result = yield from fusion.steps()
             result = replace(result, is_widened=True, selection=(*first.selection, *first.layers))
         result = replace(result, moved_nats=moved_nats)
