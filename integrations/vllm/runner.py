@@ -34,7 +34,7 @@ from cacheblend.blend.attention import Rows
 from cacheblend.blend.cpu_modules import with_fused_norms, with_modules
 from cacheblend.blend.decoder import ROWS_AT_ONCE
 from cacheblend.blend.interfaces import CosSin
-from cacheblend.blend.layer_passes import IsolatedPass, QuestionPass, RowsPass, Run, SharedPrefix, prefix_mask, runs
+from cacheblend.blend.layer_passes import IsolatedPass, LinkPass, QuestionPass, RowsPass, Run, SharedPrefix, prefix_mask, runs
 from cacheblend.store import LayerPair
 
 from .cpu_attention import CpuAttention, CpuRowsPass
@@ -332,7 +332,7 @@ class VllmRunner:
         self._stubs[layer].write(k_THD, v_THD, slots_T)
 
     def run_question(
-        self, layer: int, hidden_2SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, question: QuestionPass
+        self, layer: int, hidden_2SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, question: QuestionPass | LinkPass
     ) -> torch.Tensor:
         question.form = self._stubs[layer]
         return self._run(self._fused_layers[layer], layer, hidden_2SM, rows.on_device_S, question)
