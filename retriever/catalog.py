@@ -324,6 +324,11 @@ class Catalog:
         values = {"after": after, "limit": -1 if limit is None else limit}  # -1 is none for SQLite
         return [_document_of(row) for row in self._sql(query, values)]
 
+    def count(self) -> int:
+        """How many documents there are."""
+        [[documents]] = self._sql("SELECT count(*) FROM documents")
+        return int(documents)
+
     def ids(self, prefix: str = "") -> list[str]:
         """The ids of documents that begin with a text, in the order of adding, without a look at the others."""
         chosen, bounds = ("WHERE id >= ? AND id < ?", (prefix, prefix_end(prefix))) if prefix else ("", ())

@@ -80,6 +80,7 @@ class IndexedDocuments:
             raise RetrieverError(f"{directory} holds no index; name the folder that documents were ingested into")
         return IndexedDocuments(Catalog(directory / INDEX_FILE, {}))
 
+    count = _locked(Catalog.count)
     documents = _locked(Catalog.documents)
     document = _locked(Catalog.document)
     version = _locked(Catalog.version)

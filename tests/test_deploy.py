@@ -64,7 +64,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     dashboard = json.loads((DEPLOY / "grafana" / "cacheblend.json").read_text())
     source = Path(metrics.__file__).read_text()
     names = set(re.findall(r'"(cacheblend_[a-z_]+)"', source)) | {
-        f"cacheblend_store_{name}" for name in ("bytes", "evictions", "misses", "damaged", "failed_writes")
+        f"cacheblend_store_{name}" for name in (*metrics.TIER_METRICS, *metrics.STORE_COUNTERS)
     }
     names |= {f"cacheblend_remote_{name}" for name in metrics.REMOTE_COUNTERS}
     names.add("cacheblend_guard_agreement")

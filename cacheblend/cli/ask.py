@@ -61,6 +61,8 @@ def ask(
         hint = f"No --model was given, so this is {chosen}; give the model that {store_dir} was made with"
         raise InputError(f"{error}. {hint}") from error
     with opened as engine:
+        if not as_json:
+            terminal.note(f"answering from {terminal.counted(engine.retriever.count(), 'document')} in {store_dir}")
         request = engine.prepare(question, num_chunks=num_chunks, method=method, temperature=temperature, top_p=top_p)
         is_cut_here = config.max_tokens is None and request.max_tokens > MAX_TOKENS
         if is_cut_here:
@@ -88,7 +90,7 @@ def _print_plan(answer: Answer) -> None:
         title = scored.chunk.title or scored.chunk.document_id
         terminal.print_line(f"  - {title}{scored.place}, chunk {scored.chunk.position} (score {scored.score:.3f})")
     if not answer.chunks:
-        terminal.print_line("  no chunk reached --min-score; the model answered without any")
+        terminal.print_line("  no chunk reached --min-score: the answer is the model's own, from none of the documents")
     terminal.print_line(
         f"{plan.method}{how}: first token after {timings.ttft_s:.3f} s; "
         f"{terminal.counted(plan.prompt_tokens, 'prompt token')}, {terminal.counted(plan.hits, 'chunk')} from the store, "

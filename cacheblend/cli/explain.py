@@ -35,23 +35,21 @@ def explain(
     """
     from cacheblend.retriever.index import IndexedDocuments
     from cacheblend.retriever.passages import find_passages
+    from cacheblend.service.engine.passages import FoundPassages
 
-    messages, found = _messages(request), list[dict[str, object]]()
+    messages = _messages(request)
     with ExitStack() as opened:
         find: Callable[[str, str], list[Passage]] = find_passages
         if (store_dir / INDEX_FOLDER).is_dir():
             find = opened.enter_context(IndexedDocuments.open(store_dir / INDEX_FOLDER)).passages
-        for number, (role, text) in enumerate(messages):
-            for one in find(text, role):
-                where = {"message": number, "role": role, "start": one.start, "end": one.end}
-                document = None if one.chunk is None else one.chunk.document_id
-                found.append({**where, "reason": one.reason, "document_id": document, "text": text[one.start : one.end]})
+        found = FoundPassages.of(messages, find).as_dicts()
     if as_json:
         terminal.print_json({"characters": sum(len(text) for _, text in messages), "passages": found})
         return
     for shown in found:
-        text, of = " ".join(str(shown["text"]).split()), f" of {shown['document_id']}" if shown["document_id"] else ""
-        place = f"message {shown['message']} ({shown['role']}), characters {shown['start']} to {shown['end']}"
+        text, of = " ".join(shown["text"].split()), f" of {shown['document_id']}" if shown["document_id"] else ""
+        role = messages[shown["message"]][0]
+        place = f"message {shown['message']} ({role}), characters {shown['start']} to {shown['end']}"
         terminal.print_line(f"{place}: {shown['reason']}{of}\n    {text[:SHOWN]} ... {text[-SHOWN:]}")
     terminal.print_line(f"{terminal.counted(len(found), 'passage')} in {terminal.counted(len(messages), 'message')}")
 

@@ -31,7 +31,7 @@ from .ingest import BATCH_DOCUMENTS, DocumentEncoder, IngestReport, batches
 from .passages import FoundPassages, PassageReuse
 from .prefill import Prefiller, PrefillSteps, PrefixCache
 from .profiles import calibrated, find_controller
-from .prompt import PromptChunk, PromptRenderer, check_characters
+from .prompt import PromptChunk, PromptRenderer, PromptTokens, check_characters
 from .request import Answer, Done, Request, RequestOptions, namespace_of
 
 logger = logging.getLogger(__name__)
@@ -170,7 +170,13 @@ class Engine:
         self._check_open()
         texts = list(messages)
         check_characters(sum(len(text) for _, text in texts), self.fusor.max_positions)
-        return FoundPassages.of(texts, self.retriever) if self.config.find_passages else FoundPassages()
+        return FoundPassages.of(texts, self.retriever.passages) if self.config.find_passages else FoundPassages()
+
+    def explain(self, layout: PromptTokens, passages: FoundPassages, cache_salt: str = "") -> dict[str, Any]:
+        """The passages of a prompt without chunks, and how many of its tokens a blend would reuse; notes nothing."""
+        found, reused = self._passages.explain(layout, passages, namespace_of(cache_salt))
+        reused *= self.fusor.exact_reason is None
+        return {"passages": found, "prompt_tokens": len(layout), "reused_tokens": reused}
 
     def answer(self, question: str, **options: Any) -> Answer:
         """Answer a question over the nearest chunks, or over the documents given, in their order.

@@ -5,15 +5,15 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from cacheblend.store import PASSAGES
+from cacheblend.store import PASSAGES, ChunkKey
 from cacheblend.store.tiers import AdmissionFilter
 
 from .prompt import PromptChunk, PromptTokens
 
 if TYPE_CHECKING:
-    from cacheblend.retriever import Chunk, Retriever
+    from cacheblend.retriever import Chunk
     from cacheblend.retriever.passages import Passage
 
     from .chunk_context import ChunkNaming
@@ -33,16 +33,34 @@ class FoundPassages:
     Args:
         texts: of each passage, in the prompt's order.
         passages: where they stand in their messages, and why.
+        messages: number of each one's message.
     """
 
     texts: tuple[str, ...] = ()
     passages: tuple[Passage, ...] = ()
+    messages: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, messages: Iterable[tuple[str, str]], retriever: Retriever) -> FoundPassages:
-        """Look through messages, a role and a text each; raises RetrieverError if the index cannot be read."""
-        found = [(text[one.start : one.end], one) for role, text in messages for one in retriever.passages(text, role)]
-        return cls(tuple(text for text, _ in found), tuple(one for _, one in found))
+    def of(cls, messages: Iterable[tuple[str, str]], find: Callable[[str, str], Iterable[Passage]]) -> FoundPassages:
+        """Look through messages, a role and a text each; `find` has a text and its role."""
+        found = [
+            (text[one.start : one.end], one, number) for number, (role, text) in enumerate(messages) for one in find(text, role)
+        ]
+        return cls(*map(tuple, zip(*found, strict=True))) if found else cls()
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """Plain values of each passage, for JSON; places are characters of its message."""
+        return [
+            {
+                "message": number,
+                "start": start,
+                "end": end,
+                "reason": reason,
+                "document_id": chunk and chunk.document_id,
+                "text": text,
+            }
+            for number, text, (start, end, reason, chunk) in zip(self.messages, self.texts, self.passages, strict=True)
+        ]
 
     @property
     def are_retrieved(self) -> bool:
@@ -112,11 +130,8 @@ class PassageReuse:
         # 1. Each passage by itself, and where it stands.
         with engine.prefixes.find(token_ids, len(token_ids) - 1, namespace) as prefix:
             exact = prefix.tokens
-        chunks = list(self._chunks(found, namespace))
-        places = locate(token_ids, ((chunk.token_ids, skipped) for chunk, skipped in chunks))
-        located = [(chunk, *place, one) for (chunk, _), place, one in zip(chunks, places, found.passages, strict=True) if place]
-        keys = [chunk.key for chunk, *_ in located if chunk.key is not None]
-        stored = {key for key, is_stored in zip(keys, engine.store.find(keys), strict=True) if is_stored}
+        placed, stored = self._look_up(token_ids, found, namespace)
+        located = [(chunk, *place, one) for (chunk, place), one in zip(placed, found.passages, strict=True) if place]
         # 2. Those that are not stored are noted, once a request; paragraphs that all prompts begin with stay exact.
         missing = {chunk.key: chunk for chunk, start, *_, one in located if start >= exact or one.reason != "paragraph"}
         for key in missing.keys() - stored - {None}:
@@ -135,6 +150,26 @@ class PassageReuse:
             rows.append(replace(chunk, token_ids=token_ids[start:stop], stored_ids=chunk.token_ids, start=first))
             done = stop
         return PromptTokens(token_ids[:begin], token_ids[done:], tuple(rows))
+
+    def explain(self, prompt: PromptTokens, found: FoundPassages, namespace: str) -> tuple[list[dict[str, Any]], int]:
+        """Each passage with its tokens in the prompt and whether their KV is stored, and how many are reused; notes nothing."""
+        placed, stored = self._look_up(prompt.token_ids, found, namespace)
+        shown = [
+            {**one, "tokens": place[1] - place[0] if place else 0, "stored": place is not None and chunk.key in stored}
+            for one, (chunk, place) in zip(found.as_dicts(), placed, strict=True)
+        ]
+        reused = sum(one["tokens"] for one in shown if one["stored"])
+        return shown, reused if reused >= LEAST_SHARE * len(prompt) else 0
+
+    def _look_up(
+        self, token_ids: Sequence[int], found: FoundPassages, namespace: str
+    ) -> tuple[list[tuple[PromptChunk, tuple[int, int, int] | None]], set[ChunkKey]]:
+        """Each passage and where it stands in the prompt, see `locate`, and the keys of those in it whose KV is stored."""
+        chunks = list(self._chunks(found, namespace))
+        places = locate(token_ids, ((chunk.token_ids, skipped) for chunk, skipped in chunks))
+        placed = [(chunk, place) for (chunk, _), place in zip(chunks, places, strict=True)]
+        keys = [chunk.key for chunk, place in placed if place and chunk.key is not None]
+        return placed, {key for key, is_there in zip(keys, self._engine.store.find(keys), strict=True) if is_there}
 
     def _chunks(self, found: FoundPassages, namespace: str) -> Iterator[tuple[PromptChunk, int]]:
         """Each passage with the key of its KV, and how many tokens of that, those of a title, are not in the prompt."""

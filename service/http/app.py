@@ -143,6 +143,8 @@ async def store(request: Request) -> dict[str, Any]:
         return {
             "object": "store",
             **engine.store.stats().as_dict(),
+            "documents": engine.retriever.count(),
+            "chunks": engine.retriever.chunk_count,
             "precomputes_waiting": engine.background.waiting,
             "prefix": engine.prefixes.stats(),
             "quality": server.scheduler.quality(request.state.tenant),
@@ -266,6 +268,10 @@ def run(server: Server, listener: socket.socket | None = None) -> None:
     """Serve until SIGINT or SIGTERM, on a bound socket if one is given; then what runs has `grace_s` to end."""
     if server.http.host not in LOOPBACK and not server.keys.required:
         logger.warning("the API is open to all who reach %s; give it an --api-key, or [tenants.NAME] tables", server.http.host)
+    for engine in server.engines.values():
+        count = engine.retriever.count()
+        without = "" if count else "; until some are added, chats are answered by the model without any"
+        logger.info("the store %s has %d documents%s", engine.config.store_dir, count, without)
     sys.setswitchinterval(SWITCH_S)
     # uvicorn raises the signal that stopped it again: without a handler the process would end before the store is closed.
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -58,6 +58,35 @@ async def completion(body: CompletionBody, request: Request) -> Response:
     return await _respond(body, request, TextChoice, partial(lay_out_completion, words=words))
 
 
+@router.post("/v1/chat/completions/explain")
+async def explain_chat(body: ChatBody, request: Request) -> dict[str, Any]:
+    """Show the passages in a chat's messages, why they are taken for some, and whose KV is stored; nothing is answered."""
+    defaults = request.app.state.server.template_kwargs
+    return await _explain(body, request, partial(lay_out_chat, defaults=defaults))
+
+
+@router.post("/v1/completions/explain")
+async def explain_completion(body: CompletionBody, request: Request) -> dict[str, Any]:
+    """Show them in a text completion's prompt."""
+    if body.prompts > 1:
+        raise refused("prompt", "is explained one at a time; send one")
+    words = request.app.state.server.grammars.words
+    return await _explain(body, request, partial(lay_out_completion, words=words))
+
+
+async def _explain(body: Body, request: Request, lay_out: Callable[[Engine, Any], Iterator[dict[str, Any]]]) -> dict[str, Any]:
+    server: Server = request.app.state.server
+    engine: Engine = request.state.engine
+    server.check_model(body.model)
+
+    def explain(_: Check) -> dict[str, Any]:
+        laid_out = next(lay_out(engine, body))
+        report = engine.explain(laid_out["layout"], laid_out["passages"], body.cache_salt)
+        return {"object": "explanation", "num_chunks": laid_out["num_chunks"], **report}
+
+    return await run_call(server.preparing, request, explain)
+
+
 def _check_tools(body: ChatBody, prompts: PromptRenderer) -> None:
     """Refuse tools that the model cannot call, or that contradict other fields."""
     names, choice = [tool.function.name for tool in body.called_tools], body.tool_choice
@@ -190,6 +219,7 @@ class Generation:
     def __init__(self, request: Request, prompts: Sequence[PromptRequest], body: Body, choice_class: type[TextChoice]) -> None:
         self._body, self._events = body, asyncio.Queue[tuple[int, Event]]()
         self._server: Server = request.app.state.server
+        self._state = request.state
         kind = choice_class.piece_kind if body.stream else choice_class.kind
         self._head: dict[str, Any] = {"id": f"{choice_class.prefix}-{uuid.uuid4().hex}", "object": kind}
         self._head |= {"created": int(time.time()), "model": self._server.model_name}
@@ -266,7 +296,15 @@ class Generation:
         yield "data: [DONE]\n\n"
 
     def _report(self, done: Mapping[int, Done]) -> dict[str, Any] | list[dict[str, Any]]:
+        """The report of each prompt's answer; the request's log line sums them up."""
         places = range(0, len(self._served), self._body.n or 1)
+        plans, timings = [done[place].answer.plan for place in places], done[0].answer.timings
+        self._state.summary = (
+            f", tenant={self._state.tenant or '-'} model={self._server.model_name} method={self._body.method} "
+            f"prompt_tokens={sum(plan.prompt_tokens for plan in plans)} "
+            f"completion_tokens={sum(len(each.answer.token_ids) for each in done.values())} ttft_s={timings.ttft_s:.4f} "
+            f"hits={sum(plan.hits for plan in plans)} misses={sum(plan.misses for plan in plans)}"
+        )
         reports = [answer_report(self._body, self._served[place], done[place]) for place in places]
         return reports if len(reports) > 1 else reports[0]
 

@@ -49,9 +49,11 @@ from .config import HOST_NAME, HttpConfig, TenantConfig, hash_key
 from .schemas import TAGS
 
 logger = logging.getLogger(__name__)
-PAGE_FILES = {"/": "page.html", **{f"/{name}": name for name in ("page.css", "page.js", "api.js", "answer.js", "documents.js")}}
+PAGE_PARTS = "page.css page.js api.js answer.js documents.js explain.js markdown.js"
+PAGE_FILES = {"/": "page.html", **{f"/{name}": name for name in PAGE_PARTS.split()}}
 # They need no key, and may only be read.
 PUBLIC_PATHS = frozenset({"/health", "/healthz", "/readyz", "/metrics", "/openapi.json", *PAGE_FILES})
+POLLED = "/v1/store", "/v1/ingests"  # by the page, all the time
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 OWN_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 ANY_ADDRESS = frozenset({"0.0.0.0", "::", "[::]"})  # what a server on all of a machine's addresses listens on
@@ -215,8 +217,10 @@ class RequestLog:
                 self._errors.labels(str(status)).inc()
             path = getattr(scope.get("route"), "path", None)  # the route's template, which has no ids
             seconds = time.perf_counter() - started
+            level = logging.DEBUG if status == 200 and method == "GET" and str(path).startswith(POLLED) else logging.INFO
+            about = scope["state"].get("summary", "")
             # A status of 0: the client left before there was one.
-            logger.info("%s %s %d in %.4f s, request %s", method[:16], path, status, seconds, request_id)
+            logger.log(level, "%s %s %d in %.4f s, request %s%s", method[:16], path, status, seconds, request_id, about)
             REQUEST_ID.reset(token)
 
 

@@ -5,28 +5,42 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import version
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.concurrency import run_in_threadpool
 
+from cacheblend import __version__
 from cacheblend.blend.fidelity import Comparison
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.request import Done, Failed, Request
 from cacheblend.service.serving.scheduler import Scheduler
 
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 # Of a comparison's fields.
 GUARD_HISTOGRAMS = {
     "agreement": ("Share of full prefill's first tokens that blending draws too.", (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)),
     "first_token_kl_nats": (
-        "KL divergence of first tokens, full from blended.",
+        "How far blending's first token is from full prefill's, as KL divergence in nats; 0 is best.",
         (0.0001, 0.001, 0.01, 0.1, 0.5, 1.0, 2.0, 5.0),
     ),
-    "relative_kv_error": ("Squared error of the KV, over its squared size.", (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0)),
+    "relative_kv_error": ("Squared error of blended KV, over its squared size.", (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0)),
 }
-STORE_COUNTERS = ("misses", "damaged", "failed_writes")
+TIER_METRICS = {  # of a tier's statistics, summed over tenants
+    "entries": "Chunks whose KV is stored now.",
+    "bytes": "Bytes of stored KV now.",
+    "budget_bytes": "Bytes that stored KV may have at most; beyond that the least used is evicted.",
+    "hits": "Chunks of requests whose KV was found here.",
+    "evictions": "Chunks whose KV was removed to make room.",
+}
+STORE_COUNTERS = {
+    "misses": "Chunks of requests whose KV was nowhere and had to be computed.",
+    "damaged": "Stored KV that was not what had been written, and was set aside.",
+    "failed_writes": "KV that could not be written to the disk.",
+}
 REMOTE_COUNTERS = {
     "hits": "entries that requests found there",
     "misses": "entries that were looked up and not there",
@@ -51,28 +65,36 @@ class Metrics(Collector):
         def histogram(name: str, documentation: str, buckets: Sequence[float], *labels: str) -> Histogram:
             return Histogram(name, documentation, labels, registry=self._registry, buckets=buckets)
 
-        self._requests = counter("cacheblend_requests", "Requests that ended.", "method", "outcome")
-        ttft = "Question and chunks in hand to first token, the queue included."
+        about = {"version": __version__, "torch": version("torch"), "model": model}
+        Info("cacheblend_build", "Versions of the service and of PyTorch, and the model.", registry=self._registry).info(about)
+        ProcessCollector(registry=self._registry)
+        self._requests = counter("cacheblend_requests", "Requests that ended, and how.", "method", "outcome")
+        ttft = "Time to first token: from question and chunks in hand, waiting for other requests included."
         self._ttft_s = histogram("cacheblend_ttft_seconds", ttft, SECONDS, "method")
-        self._queue_s = histogram("cacheblend_queue_seconds", "Time in the queue.", SECONDS)
-        self._tokens = counter("cacheblend_tokens", "Tokens that were prompt, reused, recomputed, generated.", "kind")
-        self._chunks = counter("cacheblend_chunks", "Chunks of prompts by where their KV came from.", "source")
-        self._loaded = counter("cacheblend_loaded_bytes", "Bytes of stored KV loaded.", "tier")
-        self.errors = counter("cacheblend_http_errors", "Responses with an error status.", "status")
+        per_token = "Mean time between the tokens of an answer, after its first one."
+        self._token_s = histogram("cacheblend_time_per_output_token_seconds", per_token, TOKEN_SECONDS)
+        self._queue_s = histogram("cacheblend_queue_seconds", "Time that requests waited before their prefill began.", SECONDS)
+        tokens = "Tokens of prompts, of them those reused and recomputed, and tokens generated."
+        self._tokens = counter("cacheblend_tokens", tokens, "kind")
+        self._chunks = counter("cacheblend_chunks", "Chunks of prompts, by the tier that their KV came from.", "source")
+        self._loaded = counter("cacheblend_loaded_bytes", "Bytes of stored KV that requests loaded, by tier.", "tier")
+        self.errors = counter("cacheblend_http_errors", "Responses with an HTTP status of 400 and above.", "status")
         labels = "namespace", "model"
-        evaluations = "Shadow evaluations of sampled requests: compared, dropped, failed."
+        evaluations = "Sampled requests that full prefill answered too, to compare: compared, or failed."
         self._evaluations = counter("cacheblend_shadow_evaluations", evaluations, *labels, "outcome")
         self._guard = {
             name: histogram(f"cacheblend_guard_{name}", documentation, buckets, *labels)
             for name, (documentation, buckets) in GUARD_HISTOGRAMS.items()
         }
-        full = "1 while the guard recomputes every prompt in full, else 0."
+        full = "1 while the quality guard has every prompt computed in full, else 0."
         self._full_recompute = Gauge("cacheblend_guard_full_recompute", full, labels, registry=self._registry)
 
     def observe(self, request: Request, how: Done | Failed | None) -> None:
         """Count a request that ended; `Scheduler` calls it."""
         if isinstance(how, Done):
-            self._tokens.labels("generated").inc(len(how.answer.token_ids))
+            self._tokens.labels("generated").inc(tokens := len(how.answer.token_ids))
+            if tokens > 1:
+                self._token_s.observe(how.answer.timings.decode_s / (tokens - 1))
         if request.leader is not None:  # another choice of a request that is counted
             return
         method = request.method
@@ -120,7 +142,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The state now, summed over tenants."""
-        requests = GaugeMetricFamily("cacheblend_requests_now", "Requests by state.", labels=["state"])
+        requests = GaugeMetricFamily("cacheblend_requests_now", "Requests that wait or run now, by state.", labels=["state"])
         for name in ("waiting", "prefilling", "decoding"):
             requests.add_metric([name], getattr(self._scheduler.state, name))
         yield requests
@@ -130,19 +152,24 @@ class Metrics(Collector):
                 exact.add_metric([reason], 1)
         yield exact
         stores = [engine.store.stats() for engine in self._engines]
-        for name in ("entries", "bytes", "hits", "evictions"):
+        for name, what in TIER_METRICS.items():
             family = CounterMetricFamily if name in ("hits", "evictions") else GaugeMetricFamily
-            metric = family(f"cacheblend_store_{name}", f"The stores' {name} by tier.", labels=["tier"])
+            metric = family(f"cacheblend_store_{name}", what, labels=["tier"])
             for tier in stores[0].tiers:
                 metric.add_metric([tier], sum(getattr(store.tiers[tier], name) for store in stores))
             yield metric
-        for name in STORE_COUNTERS:
+        for name, what in STORE_COUNTERS.items():
             total = sum(getattr(store, name) for store in stores)
-            yield CounterMetricFamily(f"cacheblend_store_{name}", f"The stores' {name}.", value=total)
+            yield CounterMetricFamily(f"cacheblend_store_{name}", what, value=total)
+        documents = sum(engine.retriever.count() for engine in self._engines)
+        what = "Documents that are answered from; each page, slide or sheet of a file is one."
+        yield GaugeMetricFamily("cacheblend_indexed_documents", what, documents)
+        chunks = sum(engine.retriever.chunk_count for engine in self._engines)
+        yield GaugeMetricFamily("cacheblend_indexed_chunks", "Chunks of those documents.", chunks)
         remotes = [store.remote for store in stores if store.remote is not None]
         for name, what in REMOTE_COUNTERS.items() if remotes else ():
             total = sum(getattr(remote, name) for remote in remotes)
-            yield CounterMetricFamily(f"cacheblend_remote_{name}", f"The remote tiers' {what}.", value=total)
+            yield CounterMetricFamily(f"cacheblend_remote_{name}", f"Remote tier: {what}.", value=total)
         if remotes:
             what = "Remote tiers that are not asked, since they do not answer."
             yield GaugeMetricFamily("cacheblend_remote_unavailable", what, sum(remote.state != "closed" for remote in remotes))

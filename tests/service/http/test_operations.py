@@ -43,7 +43,13 @@ def test_counters(client: httpx.Client, engine: Engine) -> None:
     after = value('cacheblend_store_hits_total{tier="nvme"}') + value('cacheblend_store_hits_total{tier="ram"}')
     assert after - before == 3
     assert "secret-salt" not in client.get("/metrics").text
+    assert value("cacheblend_time_per_output_token_seconds_count") == 2
     store = client.get("/v1/store").json()
+    assert store["documents"] == value("cacheblend_indexed_documents") == len(DOCUMENTS)
+    assert store["chunks"] == value("cacheblend_indexed_chunks") == engine.retriever.chunk_count
+    assert store["ram"]["budget_bytes"] == value('cacheblend_store_budget_bytes{tier="ram"}') > 0
+    assert value("process_resident_memory_bytes") > 0
+    assert f'model="{MODEL}"' in client.get("/metrics").text.partition("cacheblend_build_info{")[2]
     assert store["nvme"]["entries"] == value('cacheblend_store_entries{tier="nvme"}') > 0
     assert client.get("/healthz").status_code == client.get("/readyz").status_code == 200
 
@@ -85,6 +91,24 @@ def test_log(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
     assert max(map(len, caplog.messages)) < 200
 
 
+def test_answers_are_summed_up_in_the_log(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    """An answer's line has model, tokens, time to first token, hits and tenant, streamed or not; the page's polls have none."""
+    caplog.set_level(logging.INFO, "cacheblend.service.http.guard")
+    for _ in range(2):
+        client.get("/v1/store")
+        client.get("/v1/ingests")
+    client.get("/v1/store", headers={"Host": "other"})  # refused
+    for stream in (False, True):
+        client.post("/v1/chat/completions", json={**CHAT, "num_chunks": 3, "stream": stream})
+    wait_until(lambda: len(caplog.messages) >= 3)
+    refused, *answers = caplog.messages
+    assert "421" in refused
+    for line in answers:
+        assert re.search(
+            r"tenant=- model=tiny method=blend prompt_tokens=\d+ completion_tokens=4 ttft_s=\d\.\d+ hits=3 misses=0$", line
+        ), line
+
+
 def test_page(client: httpx.Client) -> None:
     """The page and its files come with headers that let them load nothing else, and put no text in as markup."""
     page = client.get("/")
@@ -123,8 +147,10 @@ def test_an_open_address_is_warned_of(
     for host, warned in (("127.0.0.1", False), ("0.0.0.0", True)):
         caplog.clear()
         with Server(engine.config, http=HttpConfig(host=host), engine=engine) as server:
+            caplog.set_level(logging.INFO, "cacheblend.service.http.app")
             run(server)
         assert ("open to all" in caplog.text) is warned
+        assert f"has {len(DOCUMENTS)} documents" in caplog.text
 
 
 def test_what_the_guard_finds(model_dir: Path, tmp_path: Path) -> None:

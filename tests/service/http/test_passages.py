@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import torch
@@ -206,6 +207,40 @@ def test_ingested_texts_are_hits_at_once(served: tuple[Engine, str, list[Request
     assert (answer.cacheblend["passages"], answer.cacheblend["hits"]) == (4, 4)
     assert not requests[-1].chunks
     assert ask(address, list(TEXTS), num_chunks=2).cacheblend.get("passages") is None
+
+
+def test_explained(served: tuple[Engine, str, list[Request]]) -> None:
+    """The service shows a request's passages, why, and whose KV its salt has; looking stores nothing, and is no sight."""
+    engine, address, requests = served
+    engine.ingest([{"id": "0", "title": "", "text": TEXTS[0]}])
+    entries = len(engine.store.ls())
+    sources = "\n".join(f"<source>{text}</source>" for text in TEXTS[:2])
+    chat = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"{sources}\n{ASKED[0]}"}]}
+    prompt = {"prompt": f"Read.\n[1] {TEXTS[2]}\nQuestion: {ASKED[0]}"}
+
+    def explain(path: str, body: Any) -> Any:
+        answer = httpx.post(f"{address}/v1/{path}/explain", json=body, timeout=60)
+        assert answer.status_code == (404 if "model" in body else 200), answer.text
+        engine.drain()
+        return answer.json()
+
+    for _ in range(3):
+        shown = explain("chat/completions", chat)
+        of_prompt = explain("completions", prompt)
+    assert [(one["message"], one["reason"], one["stored"]) for one in shown["passages"]] == [
+        (1, "stored", True),
+        (1, "tag", False),
+    ]
+    stored, fresh = shown["passages"]
+    assert chat["messages"][1]["content"][stored["start"] : stored["end"]] == stored["text"] == TEXTS[0]
+    assert (stored["document_id"], fresh["document_id"], shown["num_chunks"]) == ("0", None, 0)
+    assert stored["tokens"] == shown["reused_tokens"] <= shown["prompt_tokens"]
+    assert [one["reason"] for one in of_prompt["passages"]] == ["numbered"]
+    assert (len(engine.store.ls()), requests) == (entries, [])
+    assert not explain("chat/completions", {**chat, "cache_salt": "another"})["passages"][0]["stored"]
+    plain = explain("chat/completions", {"messages": [{"role": "user", "content": ASKED[0]}]})
+    assert (plain["passages"], plain["reused_tokens"], plain["num_chunks"]) == ([], 0, engine.retriever.chunk_count)
+    assert "model" in explain("completions", {**prompt, "model": "another"})["error"]["message"]
 
 
 def test_too_little_is_left_as_it_is(served: tuple[Engine, str, list[Request]]) -> None:
