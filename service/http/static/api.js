@@ -7,18 +7,26 @@ export async function api(path, options = {}) {
   const key = sessionStorage.getItem(KEY);
   const headers = typeof options.body === "string" ? { "Content-Type": "application/json" } : {};
   if (key) headers.Authorization = `Bearer ${key}`;
-  let response = await fetch(path, { ...options, headers });
+  const send = () =>
+    fetch(path, { ...options, headers }).catch((error) => {
+      throw error.name === "AbortError" ? error : new Error("the service cannot be reached; see whether it runs, and ask again");
+    });
+  let response = await send();
   for (let left = 5; response.status === 429 && options.body instanceof FormData && left > 0; left--) {
     await new Promise((done) => setTimeout(done, 1000 * (Number(response.headers.get("Retry-After")) || 1)));
-    response = await fetch(path, { ...options, headers }); // a file that came while the service was busy
+    response = await send(); // a file that came while the service was busy
   }
   if (response.ok) return response;
-  if (response.status === 401 && $("key_form").hidden) {
-    $("key_form").hidden = false;
-    $("key").focus();
+  if (response.status === 401) {
+    if ($("key_form").hidden) {
+      $("key_form").hidden = false;
+      $("key").focus();
+    }
+    throw new Error(key ? "the service does not know this key" : ""); // the form says that a key is missing
   }
   const body = await response.json().catch(() => null);
-  throw new Error(body?.error?.message ?? `the service answered ${response.status} ${response.statusText}`);
+  const message = body?.error?.message ?? `the service answered ${response.status} ${response.statusText}`;
+  throw Object.assign(new Error(message), { code: body?.error?.code });
 }
 
 export const json = async (path, options) => (await api(path, options)).json();
@@ -54,6 +62,8 @@ export function button(text, work, className) {
   made.addEventListener("click", work);
   return made;
 }
+
+export const counted = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 
 export function problem(message) {
   $("problem").hidden = !message;

@@ -1,9 +1,11 @@
 // Adding, listing, opening and deleting documents.
-import { $, api, button, element, json, problem } from "/api.js";
+import { $, api, button, counted, element, json, problem } from "/api.js";
 
 const LISTED = 20;
 const MAX_LISTED = 1000; // documents, which the service gives at once
 const MAX_SHOWN = 300; // chunks of an opened document
+const SEARCHED_FROM = 6; // documents, from which a search is offered
+const SEARCH_AFTER_MS = 250; // of no typing
 const PROGRESS_EVERY_MS = 500;
 let last = null; // id of the last document that is listed
 let lists = 0; // lists asked for: the answer to an earlier one comes too late
@@ -12,7 +14,6 @@ let onChange = () => {};
 
 const path = (id) => `/v1/documents/${encodeURIComponent(id)}`;
 const named = ({ id, title }) => (!title || id.includes(title) ? id : title);
-const counted = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
 
 function about(document) {
   const parts = document.parts > 1 ? `${counted(document.parts, "part")}, ` : "";
@@ -64,21 +65,42 @@ async function open(document) {
   $("shown_text").replaceChildren(...content.slice(0, MAX_SHOWN).map((chunk) => element("pre", chunk.text)));
   if (content.length > MAX_SHOWN) $("shown_text").append(element("p", `and ${counted(content.length - MAX_SHOWN, "chunk")} more`));
   if (!$("shown").open) $("shown").showModal();
+  $("shown").scrollTop = 0;
 }
 
-/** List the documents anew, as many as are listed, or those after them; the newest come first. */
+const wanted = () => $("search").value.trim().toLowerCase();
+
+/** A page of the documents, the newest first; in a search, of those with the letters, for which pages are read until enough are found. */
+async function readPage(limit, after) {
+  const read = (limit, after) =>
+    json(`/v1/documents?by=file&order=desc&limit=${limit}${after === null ? "" : `&after=${encodeURIComponent(after)}`}`);
+  const letters = wanted();
+  if (!letters) return read(limit, after);
+  const found = { data: [], has_more: true, last_id: after };
+  while (found.has_more && found.data.length < limit && letters === wanted()) {
+    const { data, has_more, last_id } = await read(MAX_LISTED, found.last_id);
+    found.data.push(...data.filter(({ id, title }) => `${title}\n${id}`.toLowerCase().includes(letters)));
+    Object.assign(found, { has_more, last_id });
+  }
+  return found;
+}
+
+/** List the documents anew, as many as are listed, or those after them. */
 export async function list(further = false) {
-  const after = further && last !== null ? `&after=${encodeURIComponent(last)}` : "";
   const limit = further ? LISTED : Math.min(MAX_LISTED, Math.max(LISTED, $("documents").children.length));
   const number = ++lists;
-  const page = await json(`/v1/documents?by=file&order=desc&limit=${limit}${after}`);
+  const page = await readPage(limit, further ? last : null);
   if (number !== lists) return;
   if (!further) $("documents").replaceChildren();
   $("documents").append(...page.data.map(row));
   last = page.last_id ?? last;
+  const listed = $("documents").children.length;
+  const searches = wanted() !== "";
   $("more").hidden = !page.has_more;
-  $("no_documents").hidden = $("documents").children.length > 0;
-  onChange($("documents").children.length ? page.data : []);
+  $("search").hidden = !searches && !page.has_more && listed < SEARCHED_FROM;
+  $("none_found").hidden = !searches || listed > 0;
+  $("no_documents").hidden = searches || listed > 0;
+  if (!searches && !further) onChange(page.data);
 }
 
 /** How far the service is with a file in words, and the share of its chunks that is computed. */
@@ -145,6 +167,11 @@ export function startDocuments(changed) {
     if (!hasFiles(event)) return;
     event.preventDefault();
     add(event.dataTransfer.files);
+  });
+  let typed = 0;
+  $("search").addEventListener("input", () => {
+    clearTimeout(typed);
+    typed = setTimeout(() => act(list), SEARCH_AFTER_MS);
   });
   $("more").addEventListener("click", () => act(() => list(true)));
 }

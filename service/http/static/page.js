@@ -1,23 +1,37 @@
 // The question, its answer, and what the service says of itself.
 import { cite, showChunks } from "/answer.js";
-import { $, KEY, api, button, events, json, problem } from "/api.js";
+import { $, KEY, api, button, counted, element, events, json, problem } from "/api.js";
 import { list, startDocuments } from "/documents.js";
+import { startExplain } from "/explain.js";
+import { showMarkdown } from "/markdown.js";
 
 const STORE_EVERY_MS = 3000;
 const EXAMPLES = 3;
+const TURNS = 6; // earlier ones that a question goes with
 let model = "";
 let asking = null;
 let readingStore = false;
+let holds = ""; // numbers of documents and chunks
 let examples = []; // questions that stand beside the store
 let listed = []; // documents
+let turns = []; // question and answer of each, the latest last
+let last = null; // the request of the latest answer, and its report
+let hasCompared = false;
 
 /** The number in a field; undefined for an empty one, whose default the service knows. */
 const numberIn = (id) => ($(id).value === "" ? undefined : Number($(id).value));
+/** Times to first token without the waiting for other requests, which says nothing of the method. */
+const firstToken = ({ ttft_s, queue_s }) => ttft_s - queue_s;
+const inSeconds = (time) => `${time.toFixed(time < 0.1 ? 3 : time < 10 ? 2 : 1)} s`;
 
-function body() {
+function body(question) {
+  const earlier = turns.slice(-TURNS).flatMap((turn) => [
+    { role: "user", content: turn.question },
+    { role: "assistant", content: turn.answer },
+  ]);
   return {
     model,
-    messages: [{ role: "user", content: $("question").value }],
+    messages: [...earlier, { role: "user", content: question }],
     method: $("method").value,
     stream: true,
     num_chunks: numberIn("num_chunks"),
@@ -27,36 +41,114 @@ function body() {
   };
 }
 
-async function answer(signal) {
+/** Show a question as asked, with nothing answered yet. */
+function showAsked(question) {
+  $("answered").hidden = false;
+  $("asked").textContent = question;
+  for (const id of ["answer", "summary", "how", "gain_number", "gain_words"]) $(id).textContent = "";
+  for (const id of ["strip", "sources", "cited", "doubted", "without", "copy", "compare"]) $(id).hidden = true;
   $("answered").scrollIntoView({ block: "nearest" }); // a phone has no room for both
-  for (const id of ["answer", "summary"]) $(id).textContent = "";
-  for (const id of ["strip", "sources", "cited"]) $(id).hidden = true;
-  const response = await api("/v1/chat/completions", { method: "POST", body: JSON.stringify(body()), signal });
-  let report = null;
-  for await (const event of events(response)) {
-    if (event.error) throw new Error(event.error.message);
-    const delta = event.choices[0]?.delta;
-    if (delta?.reasoning_content) $("summary").textContent = "The model is thinking.";
-    $("answer").append(delta?.content ?? "");
-    report = event.cacheblend ?? report;
-  }
-  if (!report) return;
+}
+
+/** Show the turns before the one that is asked now. */
+function showEarlier() {
+  $("earlier").hidden = turns.length === 0;
+  const shown = turns.map(({ question, answer }) => {
+    const text = element("div", undefined, "text");
+    showMarkdown(text, answer);
+    const turn = element("div", undefined, "turn");
+    turn.append(element("p", question, "asked"), text);
+    return turn;
+  });
+  $("turns").replaceChildren(...shown);
+}
+
+/** Say which turns the next question goes with. */
+function showFollowUp() {
+  const sent = Math.min(turns.length, TURNS);
+  $("with").hidden = sent === 0;
+  $("with_turns").textContent = `A further question goes with the ${sent === 1 ? "turn" : `${sent} turns`} before it.`;
+  $("question").placeholder = sent ? "Ask a further question" : "Ask about your documents";
+}
+
+/** Why no chunk went into an answer. */
+function reasonWithout(report) {
+  if (report.passages) return "The question brings its own passages, so no chunks of your documents were retrieved for it.";
+  const own = "The answer is what the model knows itself, from none of your documents";
+  if ($("documents").children.length === 0) return `${own}: there are none yet.`;
+  return `${own}: ${numberIn("num_chunks") === 0 ? "it was asked for without chunks" : "nothing was found for the question"}.`;
+}
+
+function showReport(report) {
   const ratio = report.recompute_ratio === null ? "" : ` at ratio ${report.recompute_ratio}`;
-  $("summary").textContent =
-    `${report.method}${ratio}: first token after ${report.ttft_s.toFixed(3)} s; ${report.hits} chunks from the store, ` +
-    `${report.misses} computed; ${Math.round(report.recomputed_tokens)} of ${report.reusable_tokens} reused tokens recomputed.`;
+  $("gain_number").textContent = inSeconds(firstToken(report));
+  $("gain_words").textContent = "to the first token";
+  $("summary").textContent = `${counted(report.hits, "chunk")} from the store, ${report.misses} computed`;
+  $("how").textContent =
+    `${report.method}${ratio}: ${Math.round(report.recomputed_tokens)} of ${counted(report.reusable_tokens, "reused token")} recomputed; ` +
+    `waited ${inSeconds(report.queue_s)} for other requests, and ${inSeconds(report.retrieve_s)} for the search.`;
+  $("without").hidden = report.chunks.length > 0;
+  $("without").textContent = report.chunks.length ? "" : reasonWithout(report);
   showChunks(report.chunks);
   cite(report.chunks);
 }
 
-async function ask() {
+async function answer(question, signal) {
+  const request = body(question);
+  showEarlier();
+  showAsked(question);
+  const ask = () => api("/v1/chat/completions", { method: "POST", body: JSON.stringify(request), signal });
+  const response = await ask().catch((error) => {
+    if (error.code !== "context_length_exceeded" || !request.max_tokens) throw error;
+    delete request.max_tokens; // less than that fits after the prompt
+    return ask();
+  });
+  let report = null;
+  let text = "";
+  for await (const event of events(response)) {
+    if (event.error) throw new Error(event.error.message);
+    const delta = event.choices[0]?.delta;
+    if (delta?.reasoning_content) $("gain_words").textContent = "The model is thinking.";
+    if (delta?.content) showMarkdown($("answer"), (text += delta.content));
+    report = event.cacheblend ?? report;
+  }
+  if (!report) return;
+  turns.push({ question, answer: text });
+  last = { request, report };
+  $("copy").hidden = !navigator.clipboard;
+  showReport(report);
+  showFollowUp();
+}
+
+/** Have the service compute the same prompt in full, and show how much longer its first token takes. */
+async function compare(signal) {
+  const { request, report } = last;
+  hasCompared = true;
+  $("compare").hidden = true;
+  const blended = firstToken(report);
+  $("gain_words").textContent = "to the first token; full prefill is being measured";
+  const asked = { ...request, method: "full_recompute", recompute_ratio: undefined, stream: false, max_tokens: 1, return_chunks: false };
+  try {
+    const full = firstToken((await json("/v1/chat/completions", { method: "POST", body: JSON.stringify(asked), signal })).cacheblend);
+    const times = full / blended;
+    $("gain_number").textContent = `${times.toFixed(times < 10 ? 1 : 0)} \u00d7`;
+    const how = times > 1.05 ? "as fast" : times < 0.95 ? "as fast, so slower" : "as fast, so no gain";
+    $("gain_words").textContent = `${how}: first token after ${inSeconds(blended)}, with full prefill ${inSeconds(full)}`;
+  } catch (error) {
+    $("gain_words").textContent = "to the first token";
+    $("compare").hidden = false;
+    throw error;
+  }
+}
+
+/** Do what can be stopped, in place of what is under way. */
+async function run(work) {
   problem("");
   asking?.abort();
   const own = (asking = new AbortController());
   $("stop").disabled = false;
-  $("answer").setAttribute("aria-busy", "true");
   try {
-    await answer(own.signal);
+    await work(own.signal);
   } catch (error) {
     if (error.name !== "AbortError") problem(error.message);
   } finally {
@@ -68,6 +160,25 @@ async function ask() {
   }
 }
 
+async function ask() {
+  const question = $("question").value.trim();
+  if (!question) return;
+  $("question").value = "";
+  $("answer").setAttribute("aria-busy", "true");
+  last = null;
+  await run(async (signal) => {
+    try {
+      await answer(question, signal);
+    } finally {
+      if (!last && $("asked").textContent === question) $("question").value ||= question; // it can be asked again
+    }
+    $("answer").setAttribute("aria-busy", "false");
+    if (!last?.report.hits || last.request.method === "full_recompute") return;
+    $("compare").hidden = false;
+    if (!hasCompared) await compare(signal); // of a visit's first answer, since it costs what the cache saves
+  });
+}
+
 async function showStore() {
   if (readingStore) return; // a browser has few connections to a service, and the questions need them
   readingStore = true;
@@ -76,13 +187,17 @@ async function showStore() {
     const hits = store.ram.hits + store.nvme.hits;
     const asked = hits + store.misses;
     const fill = (tier) => `${(tier.bytes / 2 ** 20).toFixed(0)} of ${(tier.budget_bytes / 2 ** 20).toFixed(0)} MiB`;
-    $("store").textContent =
-      `RAM ${fill(store.ram)}, NVMe ${fill(store.nvme)}\n${store.nvme.entries} chunks` +
-      (asked ? `, hit rate ${Math.round((100 * hits) / asked)} %` : "");
+    $("store").textContent = `${model}, ${store.chunks ? `over ${counted(store.chunks, "chunk")}` : "no documents yet"}`;
+    $("tiers").textContent =
+      `The store has KV of ${counted(store.nvme.entries, "chunk")}: RAM ${fill(store.ram)}, NVMe ${fill(store.nvme)}` +
+      (asked ? `; hit rate ${Math.round((100 * hits) / asked)} %.` : ".");
     examples = store.examples;
     showExamples();
+    const now = `${store.documents} ${store.chunks}`;
+    if (holds && holds !== now && !$("documents").contains(document.activeElement)) await list(); // by another tab or program
+    holds = now;
   } catch {
-    $("store").textContent = "Store: cannot be read";
+    $("store").textContent = $("key_form").hidden ? "The service cannot be reached" : "";
   } finally {
     readingStore = false;
   }
@@ -94,11 +209,14 @@ function showExamples() {
   const questions = [...(listed.length ? examples : []), ...titles.map((title) => `What is said about ${title}?`)].slice(0, EXAMPLES);
   const shown = [...$("examples").children].map((one) => one.textContent);
   if (questions.join("\n") === shown.join("\n")) return; // one of them may have the focus
-  const exampleOf = (question) =>
-    button(question, () => {
+  const exampleOf = (question) => {
+    const made = button(question, () => {
       $("question").value = question;
       $("ask").requestSubmit();
     });
+    made.title = question;
+    return made;
+  };
   $("examples").replaceChildren(...questions.map(exampleOf));
 }
 
@@ -127,8 +245,18 @@ $("question").addEventListener("keydown", (event) => {
   }
 });
 // A browser says what is wrong with a field only where the field can be seen.
-$("ask").addEventListener("invalid", () => ($("ask").querySelector("details").open = true), true);
+$("options").addEventListener("invalid", () => ($("options").open = true), true);
 $("stop").addEventListener("click", () => asking?.abort());
+$("compare").addEventListener("click", () => run(compare));
+$("copy").addEventListener("click", () => navigator.clipboard.writeText(turns.at(-1).answer));
+$("anew").addEventListener("click", () => {
+  asking?.abort();
+  turns = [];
+  showEarlier();
+  showFollowUp();
+  $("answered").hidden = $("sources").hidden = true;
+  $("question").focus();
+});
 $("key_form").addEventListener("submit", (event) => {
   event.preventDefault();
   sessionStorage.setItem(KEY, $("key").value.trim());
@@ -140,4 +268,5 @@ startDocuments((documents) => {
   listed = documents;
   showExamples();
 });
+startExplain();
 start();

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from api import serving
+from api import MODEL, serving
 from browser import NEEDS_BROWSER, ONCE, ask, fits, open_page
 from engines import QUESTION, OpenEngine
 from waiting import wait_until
@@ -23,23 +24,26 @@ AXE = find_spec("axe_core_python")
 
 
 def test_ask(page: Any, address: str, engine: Engine) -> None:
-    """A question typed and sent by Enter is answered piece by piece; bars and shaded tokens show what was recomputed."""
+    """A question typed and sent by Enter is answered piece by piece, and compared with full prefill; bars and shaded
+    tokens show what was recomputed, and a further question goes with the turn before it.
+    """
     open_page(page, address)
     ask(page, QUESTION, 3, 30)
     page.keyboard.press("Enter")
     page.get_by_role("heading", name="Chunks in the prompt").wait_for()
     page.locator("#answer[aria-busy=false]").wait_for()
     expected = engine.answer(QUESTION, num_chunks=3, max_tokens=30)
-    shown = page.locator("#answer").evaluate(
-        "one => [...one.childNodes].filter((n) => n.nodeType === 3).map((n) => n.data).join('')"
-    )
-    assert shown == expected.text
     assert len({len(text) for text in page.evaluate("answers")}) > 5
-    assert re.search(r"blend at ratio 0.15: first token after \d+\.\d+ s; 3 chunks", page.locator("#summary").inner_text())
+    assert page.locator("#summary").inner_text() == "3 chunks from the store, 0 computed"
+    assert re.match(r"blend at ratio 0.15: \d+ of \d+ reused tokens recomputed", page.locator("#how").text_content())
+    page.locator("#gain_words", has_text=re.compile(r"first token after [\d.]+ s, with full prefill [\d.]+ s")).wait_for()
+    assert re.fullmatch(r"[\d.]+ \u00d7", page.locator("#gain_number").inner_text())
+    assert page.locator("#store").inner_text() == f"{MODEL}, over {engine.retriever.chunk_count} chunks"
     items, bars = page.locator("#chunks > li"), page.locator("#bars button")
     assert items.count() == bars.count() == 3
     for item, bar, scored in zip(items.all(), bars.all(), expected.chunks, strict=True):
         assert scored.chunk.title in item.get_by_role("heading").inner_text()
+        assert not item.locator(".tokens").is_visible()
         told = re.search(r"KV from (RAM|NVMe); (\d+) tokens, (\d+) recomputed", item.inner_text())
         assert told, item.inner_text()
         assert int(told[2]) == len(scored.chunk.token_ids)
@@ -49,9 +53,74 @@ def test_ask(page: Any, address: str, engine: Engine) -> None:
     shade = "all => all.map((one) => getComputedStyle(one).backgroundColor)"
     assert len(set(page.locator("#chunks mark").evaluate_all(shade))) > 1
     bars.nth(1).click()
-    assert items.nth(1).evaluate("one => one === document.activeElement")
-    assert "hit rate" in page.locator("#store").inner_text()
+    assert items.nth(1).locator("summary").evaluate("one => one === document.activeElement")
+    assert items.nth(1).locator(".tokens").is_visible()
+    assert "hit rate" in page.locator("#tiers").text_content()
     assert fits(page)
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.get_by_role("textbox", name="Question").fill("And then?")
+        page.keyboard.press("Enter")
+    earlier = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": expected.text}]
+    assert sent.value.post_data_json["messages"] == [*earlier, {"role": "user", "content": "And then?"}]
+    page.locator("#with", has_text="goes with the 2 turns before it").wait_for()
+    page.get_by_role("button", name="Start anew").click()
+    assert page.locator("#answered").is_hidden()
+    assert page.locator("#with").is_hidden()
+
+
+@ONCE
+def test_markdown(page: Any, address: str) -> None:
+    """Markdown becomes elements; a link leads to the web alone, and what is no mark is text."""
+    open_page(page, address)
+    link = '<a href="https://a.example/b" target="_blank" rel="noopener noreferrer nofollow">'
+    for text, shown in (
+        ("# A `b`\n1 **two _3_**\nfour", "<h3>A <code>b</code></h3><p>1 <strong>two <em>3</em></strong>\nfour</p>"),
+        ("2. a\n   - b\n\n3. c", '<ol start="2"><li>a<ul><li>b</li></ul></li><li>c</li></ol>'),
+        ("|a|b|\n|-|-|\n|1|2|", "<div><table><tr><th>a</th><th>b</th></tr><tr><td>1</td><td>2</td></tr></table></div>"),
+        ("> a\n\n```x\n<b> *c*\n```", "<blockquote><p>a</p></blockquote><pre><code>&lt;b&gt; *c*</code></pre>"),
+        (
+            "[a](https://a.example/b) https://a.example/b. [c](javascript:d) ![e](data:f)",
+            f"<p>{link}a</a> {link}https://a.example/b</a>. c e</p>",
+        ),
+        (MARKUP, f"<p>{MARKUP.replace('<', '&lt;').replace('>', '&gt;')}</p>"),
+        ("snake_case_name 2 * 3 * 4 **", "<p>snake_case_name 2 * 3 * 4 **</p>"),
+    ):
+        made = page.evaluate(
+            """async (text) => {
+              const made = document.createElement("div");
+              (await import("/markdown.js")).showMarkdown(made, text);
+              return made.innerHTML;
+            }""",
+            text,
+        )
+        assert re.sub('</?span>| class="[a-z]+"', "", made.replace('<span class="said">', "")) == shown
+
+
+@ONCE
+def test_look_into_a_prompt(page: Any, open_engine: OpenEngine) -> None:
+    """A prompt, or a request's JSON, is shown with what is taken for a passage, why, and whose KV is stored."""
+    known, fresh = "The lamp of the harbour is green. " * 4, "It was said that it rains there. " * 4
+    prompt = f"\U0001f50e Read.\n<source>{known}</source>\n<source>{fresh}</source>\nWhy?"
+    engine = open_engine(chunk_tokens=192)
+    engine.ingest([{"id": "lamps", "title": "", "text": known}])
+    with serving(engine) as (_, address):
+        open_page(page, address)
+        page.get_by_text("Look into a prompt").click()
+        for given, role in ((prompt, "user"), (json.dumps({"model": "m", "prompt": prompt}), "prompt")):
+            page.get_by_role("textbox", name="Prompt").fill(given)
+            page.get_by_role("button", name="Look").click()
+            page.get_by_role("heading", name=role, exact=True).wait_for()
+            stored, missing = page.locator("#looked mark").all()
+            assert (stored.get_attribute("class"), missing.get_attribute("class")) == ("hit", "fresh")
+            assert stored.evaluate("one => one.lastChild.data").strip() == known.strip()
+            assert "word for word a stored chunk of lamps; KV stored" in stored.inner_text()
+            assert missing.evaluate("one => one.lastChild.data").strip() == fresh.strip()
+            assert "<source>; KV not stored yet" in missing.inner_text()
+            assert "2 passages, 1 of them stored" in page.locator("#explained").inner_text()
+        page.expected_faults = 1  # the browser's own line about a status of 400
+        page.get_by_role("textbox", name="Prompt").fill('{"messages": []}')
+        page.get_by_role("button", name="Look").click()
+        page.locator("#explained", has_text="messages").wait_for()
 
 
 def test_stop(page: Any, address: str, server: Server) -> None:
@@ -101,7 +170,7 @@ def test_errors_are_told(page: Any, open_engine: OpenEngine) -> None:
     """What the service refuses, and a stream cut off before its end, stand in an alert; the next question is answered."""
     engine = open_engine()
     with serving(engine) as (_, address):
-        page.expected_faults = 1  # the browser's own line about a status of 400
+        page.expected_faults = 2  # the browser's own lines about a status of 400
         open_page(page, address)
         refusal = {"error": {"message": "the prompt is too long", "type": "invalid_request_error"}}
         page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json=refusal))
@@ -111,9 +180,12 @@ def test_errors_are_told(page: Any, open_engine: OpenEngine) -> None:
         assert "the prompt is too long" in page.get_by_role("alert").inner_text()
         page.unroute("**/v1/chat/completions")
         page.get_by_role("spinbutton", name="Chunks").fill("0")
+        page.get_by_role("spinbutton", name="Tokens").fill("512")  # is refused, and asked again for what fits
         page.get_by_role("button", name="Ask").click()
         page.locator("#summary:not(:empty)").wait_for()
         assert page.get_by_role("alert").count() == 0
+        assert "from none of your documents: there are none yet" in page.locator("#without").inner_text()
+        page.get_by_role("textbox", name="Question").fill(QUESTION)
         page.route("**/v1/chat/completions", lambda route: route.fulfill(status=200, body='data: {"choices":[]}\n\n'))
         page.get_by_role("button", name="Ask").click()
         page.get_by_role("alert").filter(has_text="ended before").wait_for()
@@ -121,36 +193,43 @@ def test_errors_are_told(page: Any, open_engine: OpenEngine) -> None:
 
 @ONCE
 def test_sentences_lead_to_their_chunks(page: Any, address: str) -> None:
-    """A sentence has the number of the chunk that holds all of it, or shares most words and figures with it; it leads there."""
+    """A sentence has the number of the chunk that holds all of it, or has its figures and shares most words with it; it leads
+    there. Figures that no such chunk has are marked.
+    """
     open_page(page, address)
     ask(page, QUESTION, 4, 1)
     page.keyboard.press("Enter")
     page.locator("#chunks > li").nth(3).wait_for()
     page.locator("#answer[aria-busy=false]").wait_for()
-    for answer, number in (
-        ("The lamp of Borealis is green. Nothing else.", "[2]"),
-        ("18", "[2]"),
-        ("The answer is: 18.", "[2]"),
-        ("£1,650", "[3]"),
-        ("On the eighth day.", "[4]"),  # which holds all of it, though another one has as many of its words
-        ("Wednesday", "[1]"),
-        ("No.", ""),
-        ("27", ""),
+    for answer, number, doubted in (
+        ("The lamp of Borealis is green. Nothing else.", "[2]", ""),
+        ("18", "[2]", ""),
+        ("- The answer is: **18**.", "[2]", ""),
+        ("£1650", "[3]", ""),
+        ("On the eighth day.", "[4]", ""),  # which holds all of it, though another one has as many of its words
+        ("Wednesday", "[1]", ""),
+        ("No.", "", ""),
+        ("27", "", "27"),
+        ("The green lamp stands in Borealis for 19 days, `18` or 18.", "", "19"),
+        ("The lamp stands in Borealis for 7 days.", "[5]", ""),  # the only one with the figure, though as a word
     ):
         page.evaluate(
             """async (answer) => {
               const { cite } = await import("/answer.js");
+              const { showMarkdown } = await import("/markdown.js");
               const lamp = "the green lamp stands in Borealis for 18 days";
-              const texts = ["No day, the eighth but Wednesday.", lamp, "NOK 1,650, 18.5, 1.", "on the eighth day"];
-              document.getElementById("answer").textContent = answer;
+              const others = ["NOK 1,650, 18.5, 1.", "on the eighth day", "The lamp: seven."];
+              const texts = ["No day, the eighth but Wednesday.", lamp, ...others];
+              showMarkdown(document.getElementById("answer"), answer);
               cite(texts.map((text) => ({title: text, tokens: [{text}]})));
             }""",
             answer,
         )
         assert "".join(page.locator("#answer button").all_inner_texts()) == number, answer
+        assert "".join(page.locator("#answer .doubt").all_inner_texts()) == doubted, answer
         if number == "[2]":
             page.locator("#answer button").click()
-            assert page.locator("#chunks > li").nth(1).evaluate("one => one === document.activeElement")
+            assert page.locator("#chunks summary").nth(1).evaluate("one => one === document.activeElement")
 
 
 @pytest.mark.skipif(AXE is None, reason="axe is not installed: pip install axe-core-python")
@@ -202,6 +281,9 @@ def test_documents(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
         assert page.locator("#uploads li").count() == 0
         page.get_by_role("button", name="notes.md", exact=True).click()
         assert "harbour" in page.get_by_role("dialog").inner_text()
+        assert page.locator("#shown_title").evaluate(
+            "one => one === document.activeElement && one.closest('dialog').scrollTop === 0"
+        )
         page.keyboard.press("Escape")
         page.get_by_role("button", name="What is said about notes?").click()
         page.locator("#summary:not(:empty)").wait_for()
@@ -257,7 +339,7 @@ def test_examples_beside_the_store_come_first(page: Any, open_engine: OpenEngine
     write_examples(Path(engine.config.store_dir), ["Which lamp is green?", "<b>Where</b> is it?"])
     with serving(engine) as (_, address):
         open_page(page, address)
-        page.locator("#store", has_text="chunks").wait_for()
+        page.locator("#store", has_text="no documents yet").wait_for()
         assert page.locator("#examples button").count() == 0
         engine.ingest([{"id": str(number), "title": f"Lamp {number}", "text": "The lamp is green."} for number in range(3)])
         open_page(page, address)
@@ -267,7 +349,7 @@ def test_examples_beside_the_store_come_first(page: Any, open_engine: OpenEngine
         assert texts == ["Which lamp is green?", "<b>Where</b> is it?", "What is said about Lamp 2?"]
         page.get_by_role("button", name="Which lamp is green?").click()
         page.locator("#summary:not(:empty)").wait_for()
-        assert page.locator("#question").input_value() == "Which lamp is green?"
+        assert page.locator("#asked").inner_text() == "Which lamp is green?"
 
 
 def test_files_are_dropped(page: Any, open_engine: OpenEngine) -> None:
@@ -287,7 +369,7 @@ def test_files_are_dropped(page: Any, open_engine: OpenEngine) -> None:
 
 @ONCE
 def test_documents_in_a_hurry(page: Any, open_engine: OpenEngine) -> None:
-    """Two clicks list no document twice, and one that is deleted is not read for that."""
+    """Two clicks list no document twice, one that is deleted is not read for that, and one is found by its name."""
     engine = open_engine()
     engine.ingest([{"id": f"d{number:02}", "title": "", "text": f"Text {number}."} for number in range(23)])
     with serving(engine) as (_, address):
@@ -296,6 +378,8 @@ def test_documents_in_a_hurry(page: Any, open_engine: OpenEngine) -> None:
         page.locator("#documents li").nth(22).wait_for()
         page.wait_for_load_state("networkidle")
         assert page.locator("#documents li").count() == 23
+        page.get_by_role("searchbox").fill("D01 ")
+        wait_until(lambda: page.locator("#documents li").count() == 1)
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.method) if "/d01" in request.url else None)
         page.on("dialog", lambda dialog: dialog.accept())
