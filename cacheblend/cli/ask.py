@@ -64,15 +64,13 @@ def ask(
         if not as_json:
             terminal.note(f"answering from {terminal.counted(engine.retriever.count(), 'document')} in {store_dir}")
         request = engine.prepare(question, num_chunks=num_chunks, method=method, temperature=temperature, top_p=top_p)
-        is_cut_here = config.max_tokens is None and request.max_tokens > MAX_TOKENS
-        if is_cut_here:
-            request.max_tokens = MAX_TOKENS
+        request.max_tokens = min(request.max_tokens, config.max_tokens or MAX_TOKENS)
         for event in engine.stream(request):
             if not as_json:
                 _show(event.last_text + "\n" if isinstance(event, Done) else event.text)
         assert isinstance(event, Done)
         answer = event.answer
-        if is_cut_here and len(answer.token_ids) == MAX_TOKENS:
+        if config.max_tokens is None and len(answer.token_ids) == MAX_TOKENS:
             terminal.note(f"ended after {MAX_TOKENS} tokens; --max-tokens allows more")
         engine.drain()
     if as_json:

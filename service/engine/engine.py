@@ -174,9 +174,7 @@ class Engine:
 
     def explain(self, layout: PromptTokens, passages: FoundPassages, cache_salt: str = "") -> dict[str, Any]:
         """The passages of a prompt without chunks, and how many of its tokens a blend would reuse; notes nothing."""
-        found, reused = self._passages.explain(layout, passages, namespace_of(cache_salt))
-        reused *= self.fusor.exact_reason is None
-        return {"passages": found, "prompt_tokens": len(layout), "reused_tokens": reused}
+        return self._passages.explain(layout, passages, namespace_of(cache_salt))
 
     def answer(self, question: str, **options: Any) -> Answer:
         """Answer a question over the nearest chunks, or over the documents given, in their order.

@@ -151,15 +151,16 @@ class PassageReuse:
             done = stop
         return PromptTokens(token_ids[:begin], token_ids[done:], tuple(rows))
 
-    def explain(self, prompt: PromptTokens, found: FoundPassages, namespace: str) -> tuple[list[dict[str, Any]], int]:
-        """Each passage with its tokens in the prompt and whether their KV is stored, and how many are reused; notes nothing."""
+    def explain(self, prompt: PromptTokens, found: FoundPassages, namespace: str) -> dict[str, Any]:
+        """See `Engine.explain`: each passage with its tokens in the prompt, and whether their KV is stored."""
         placed, stored = self._look_up(prompt.token_ids, found, namespace)
         shown = [
             {**one, "tokens": place[1] - place[0] if place else 0, "stored": place is not None and chunk.key in stored}
             for one, (chunk, place) in zip(found.as_dicts(), placed, strict=True)
         ]
         reused = sum(one["tokens"] for one in shown if one["stored"])
-        return shown, reused if reused >= LEAST_SHARE * len(prompt) else 0
+        blends = self._engine.fusor.exact_reason is None and reused >= LEAST_SHARE * len(prompt)
+        return {"passages": shown, "prompt_tokens": len(prompt), "reused_tokens": reused if blends else 0}
 
     def _look_up(
         self, token_ids: Sequence[int], found: FoundPassages, namespace: str

@@ -269,9 +269,8 @@ def run(server: Server, listener: socket.socket | None = None) -> None:
     if server.http.host not in LOOPBACK and not server.keys.required:
         logger.warning("the API is open to all who reach %s; give it an --api-key, or [tenants.NAME] tables", server.http.host)
     for engine in server.engines.values():
-        count = engine.retriever.count()
-        without = "" if count else "; until some are added, chats are answered by the model without any"
-        logger.info("the store %s has %d documents%s", engine.config.store_dir, count, without)
+        how = "the store %s has %d documents; a chat for which none is found is answered by the model itself"
+        logger.info(how, engine.config.store_dir, engine.retriever.count())
     sys.setswitchinterval(SWITCH_S)
     # uvicorn raises the signal that stopped it again: without a handler the process would end before the store is closed.
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -59,32 +59,18 @@ async def completion(body: CompletionBody, request: Request) -> Response:
 
 
 @router.post("/v1/chat/completions/explain")
-async def explain_chat(body: ChatBody, request: Request) -> dict[str, Any]:
+async def explain(body: ChatBody, request: Request) -> dict[str, Any]:
     """Show the passages in a chat's messages, why they are taken for some, and whose KV is stored; nothing is answered."""
-    defaults = request.app.state.server.template_kwargs
-    return await _explain(body, request, partial(lay_out_chat, defaults=defaults))
-
-
-@router.post("/v1/completions/explain")
-async def explain_completion(body: CompletionBody, request: Request) -> dict[str, Any]:
-    """Show them in a text completion's prompt."""
-    if body.prompts > 1:
-        raise refused("prompt", "is explained one at a time; send one")
-    words = request.app.state.server.grammars.words
-    return await _explain(body, request, partial(lay_out_completion, words=words))
-
-
-async def _explain(body: Body, request: Request, lay_out: Callable[[Engine, Any], Iterator[dict[str, Any]]]) -> dict[str, Any]:
     server: Server = request.app.state.server
     engine: Engine = request.state.engine
     server.check_model(body.model)
 
-    def explain(_: Check) -> dict[str, Any]:
-        laid_out = next(lay_out(engine, body))
-        report = engine.explain(laid_out["layout"], laid_out["passages"], body.cache_salt)
-        return {"object": "explanation", "num_chunks": laid_out["num_chunks"], **report}
+    def look(_: Check) -> dict[str, Any]:
+        laid_out = next(lay_out_chat(engine, body, server.template_kwargs))
+        found = engine.explain(laid_out["layout"], laid_out["passages"], body.cache_salt)
+        return {"object": "explanation", "num_chunks": laid_out["num_chunks"], **found}
 
-    return await run_call(server.preparing, request, explain)
+    return await run_call(server.preparing, request, look)
 
 
 def _check_tools(body: ChatBody, prompts: PromptRenderer) -> None:

@@ -161,10 +161,10 @@ class Metrics(Collector):
         for name, what in STORE_COUNTERS.items():
             total = sum(getattr(store, name) for store in stores)
             yield CounterMetricFamily(f"cacheblend_store_{name}", what, value=total)
-        documents = sum(engine.retriever.count() for engine in self._engines)
+        counts = [(engine.retriever.count(), engine.retriever.chunk_count) for engine in self._engines]
+        documents, chunks = map(sum, zip(*counts, strict=True))
         what = "Documents that are answered from; each page, slide or sheet of a file is one."
         yield GaugeMetricFamily("cacheblend_indexed_documents", what, documents)
-        chunks = sum(engine.retriever.chunk_count for engine in self._engines)
         yield GaugeMetricFamily("cacheblend_indexed_chunks", "Chunks of those documents.", chunks)
         remotes = [store.remote for store in stores if store.remote is not None]
         for name, what in REMOTE_COUNTERS.items() if remotes else ():

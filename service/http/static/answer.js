@@ -13,7 +13,10 @@ const OWN_HEADING = /^#{1,6}[ \t]+(\S.{0,79})/m;
 
 const titled = (chunk) => chunk.title || chunk.document_id;
 /** What tells a chunk from others of its document: the headings above it, and its first own one. */
-const headingsOf = (chunk) => [...new Set([...(chunk.headings ?? []), OWN_HEADING.exec(textOf(chunk))?.[1].trim()].filter(Boolean))];
+function headingsOf(chunk) {
+  const all = [...(chunk.headings ?? []), OWN_HEADING.exec(textOf(chunk))?.[1].trim()];
+  return [...new Set(all)].filter((heading) => heading && heading.toLowerCase() !== titled(chunk).toLowerCase());
+}
 const nameOf = (chunk) => [titled(chunk), ...headingsOf(chunk)].join(" \u203a ");
 const textOf = (chunk) => chunk.tokens.map((token) => token.text).join("");
 const recomputedOf = (chunk) => chunk.tokens.filter((token) => token.recomputed > 0).length;

@@ -16,7 +16,9 @@ function requestOf(text) {
   if (text.trim().startsWith("{")) {
     try {
       const { model, ...body } = JSON.parse(text); // the model here is another than the application's
-      if (body.messages || body.prompt) return body;
+      if (body.messages) return body;
+      // A completion's prompt is looked through as a user's message is; nothing is retrieved for it.
+      if (typeof body.prompt === "string") return { messages: [{ role: "user", content: body.prompt }], num_chunks: 0 };
     } catch {
       // no JSON: a prompt that begins with a brace
     }
@@ -65,12 +67,10 @@ async function look() {
   $("looked").replaceChildren();
   $("explained").textContent = "";
   const body = requestOf($("prompt").value);
-  const path = body.messages ? "/v1/chat/completions/explain" : "/v1/completions/explain";
-  const messages = body.messages ?? [{ role: "prompt", content: body.prompt }];
   try {
-    const found = await json(path, { method: "POST", body: JSON.stringify(body) });
+    const found = await json("/v1/chat/completions/explain", { method: "POST", body: JSON.stringify(body) });
     $("explained").textContent = summaryOf(found);
-    const shown = messages.map((message, number) => messageOf(message, found.passages.filter((one) => one.message === number)));
+    const shown = body.messages.map((message, number) => messageOf(message, found.passages.filter((one) => one.message === number)));
     $("looked").replaceChildren(...shown);
   } catch (error) {
     $("explained").textContent = error.message;

@@ -106,7 +106,9 @@ def test_look_into_a_prompt(page: Any, open_engine: OpenEngine) -> None:
     with serving(engine) as (_, address):
         open_page(page, address)
         page.get_by_text("Look into a prompt").click()
-        for given, role in ((prompt, "user"), (json.dumps({"model": "m", "prompt": prompt}), "prompt")):
+        chat = {"model": "m", "messages": [{"role": "system", "content": [{"type": "text", "text": prompt}]}]}
+        chat["messages"].append({"role": "user", "content": "Why?"})
+        for given, role in ((prompt, "user"), (json.dumps(chat), "system"), (json.dumps({"prompt": prompt}), "user")):
             page.get_by_role("textbox", name="Prompt").fill(given)
             page.get_by_role("button", name="Look").click()
             page.get_by_role("heading", name=role, exact=True).wait_for()

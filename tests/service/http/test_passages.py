@@ -216,17 +216,15 @@ def test_explained(served: tuple[Engine, str, list[Request]]) -> None:
     entries = len(engine.store.ls())
     sources = "\n".join(f"<source>{text}</source>" for text in TEXTS[:2])
     chat = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"{sources}\n{ASKED[0]}"}]}
-    prompt = {"prompt": f"Read.\n[1] {TEXTS[2]}\nQuestion: {ASKED[0]}"}
 
-    def explain(path: str, body: Any) -> Any:
-        answer = httpx.post(f"{address}/v1/{path}/explain", json=body, timeout=60)
+    def explain(body: Any) -> Any:
+        answer = httpx.post(f"{address}/v1/chat/completions/explain", json=body, timeout=60)
         assert answer.status_code == (404 if "model" in body else 200), answer.text
         engine.drain()
         return answer.json()
 
     for _ in range(3):
-        shown = explain("chat/completions", chat)
-        of_prompt = explain("completions", prompt)
+        shown = explain(chat)
     assert [(one["message"], one["reason"], one["stored"]) for one in shown["passages"]] == [
         (1, "stored", True),
         (1, "tag", False),
@@ -235,12 +233,11 @@ def test_explained(served: tuple[Engine, str, list[Request]]) -> None:
     assert chat["messages"][1]["content"][stored["start"] : stored["end"]] == stored["text"] == TEXTS[0]
     assert (stored["document_id"], fresh["document_id"], shown["num_chunks"]) == ("0", None, 0)
     assert stored["tokens"] == shown["reused_tokens"] <= shown["prompt_tokens"]
-    assert [one["reason"] for one in of_prompt["passages"]] == ["numbered"]
     assert (len(engine.store.ls()), requests) == (entries, [])
-    assert not explain("chat/completions", {**chat, "cache_salt": "another"})["passages"][0]["stored"]
-    plain = explain("chat/completions", {"messages": [{"role": "user", "content": ASKED[0]}]})
+    assert not explain({**chat, "cache_salt": "another"})["passages"][0]["stored"]
+    plain = explain({"messages": [{"role": "user", "content": ASKED[0]}]})
     assert (plain["passages"], plain["reused_tokens"], plain["num_chunks"]) == ([], 0, engine.retriever.chunk_count)
-    assert "model" in explain("completions", {**prompt, "model": "another"})["error"]["message"]
+    assert "model" in explain({**chat, "model": "another"})["error"]["message"]
 
 
 def test_too_little_is_left_as_it_is(served: tuple[Engine, str, list[Request]]) -> None:
