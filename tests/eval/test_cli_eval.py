@@ -43,12 +43,12 @@ def test_a_run_prints_one_object(run: Run, model_dir: Path, tmp_path: Path) -> N
 def test_a_data_set_runs_every_method(run: Run, model_dir: Path, tmp_path: Path) -> None:
     """A set from its file, by every method and several ratios, in both presets."""
     at_a_ratio = ("blend", "blend_hkvd", "blend_single_shot", "epic", "random_tokens")
-    every = ",".join(("full_recompute", "prefix_cache", "full_reuse", *at_a_ratio))
+    every = ",".join(("full_recompute", "prefix_cache", "full_reuse", "balanced", "high", *at_a_ratio))
     write(tmp_path, "musique", [case(index) for index in range(2)])
     common = ("--data", tmp_path, "--model", model_dir, "--max-tokens", 2, "--json")
     code, out, err = run("musique", *common, "--methods", every, "--ratios", "0.1,0.3", "--out", tmp_path / "one")
     assert code == 0, err
-    assert len(json.loads(out)["methods"]) == 3 + len(at_a_ratio) * 2
+    assert len(json.loads(out)["methods"]) == 5 + len(at_a_ratio) * 2
     write(tmp_path, "2wikimqa_shared", [case(index) for index in range(6)])
     code, out, err = run("2wikimqa_shared", *common, "--methods", every, "--preset", "extended", "--out", tmp_path / "two")
     assert code == 0, err
@@ -56,7 +56,7 @@ def test_a_data_set_runs_every_method(run: Run, model_dir: Path, tmp_path: Path)
     write(tmp_path, "multinews", [case(0, question="", task="summarization")])
     code, out, err = run("multinews", *common, "--out", tmp_path / "three")
     assert code == 0, err
-    assert 0 <= json.loads(out)["methods"]["blend"]["rouge_l"] <= 1
+    assert 0 <= json.loads(out)["methods"]["balanced"]["rouge_l"] <= 1
     code, _, err = run("report", tmp_path / "one", tmp_path / "three", "--figure", tmp_path / "loss.png")
     assert code == 0, err
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
