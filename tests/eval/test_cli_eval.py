@@ -61,7 +61,7 @@ def test_a_data_set_runs_every_method(run: Run, model_dir: Path, tmp_path: Path)
     assert code == 0, err
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     header, *rows = csv.reader((tmp_path / "loss.csv").read_text().splitlines())
-    assert len(rows) == 3 + len(at_a_ratio) * 2 + 4
+    assert len(rows) == 5 + len(at_a_ratio) * 2 + 4
     drawn = {row[header.index("method")]: row[header.index("first_token_kl_nats")] for row in rows}
     assert float(drawn["full_recompute"]) == 0 < float(drawn["full_reuse"])
     assert run("report", tmp_path / "one", "--figure", tmp_path / "loss.svg")[0] == 2
