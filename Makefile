@@ -1,4 +1,5 @@
-# make demo    set up .venv and run the main job: SmolLM2-135M, fetched once, asked about a handbook by three methods; MODEL=dir for yours
+# make demo    set up .venv and run the main job: Qwen2.5-Coder 0.5B, fetched once, asked about a handbook by three methods; MODEL=dir for yours,
+#              DEMO_ARGS=--small for SmolLM2 135M
 # make bench   measure the five tables of docs/benchmarks.md and write them there; DATA=dir of the data sets, BENCH_ARGS=--quick for a try
 # make install set up .venv with everything that users need, for `.venv/bin/cacheblend`
 # make check   set up .venv and run what CI runs: lint, types, import floors, tests in two processes (WORKERS=n)
@@ -80,7 +81,7 @@ $(BIN)/python:
 $(BIN)/.installed: pyproject.toml scripts/install_torch.sh | $(BIN)/python
 	@echo "setting up .venv: PyTorch and some hundred packages, a few minutes"
 	scripts/install_torch.sh $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --editable ".[dev]"
 	touch $@
 
 # Ray and Arrow beside .venv's packages, which a .pth file adds.

@@ -21,7 +21,7 @@ from cacheblend.service.engine.config import EngineConfig, write_examples
 
 CHUNK_TOKENS = 256
 DEMO_MODEL = "qwen2.5-coder-0.5b"  # the smallest known one whose answers are mostly right
-MAX_TOKENS = 24
+MAX_TOKENS = 32
 
 
 @options.accepts(
