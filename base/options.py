@@ -18,6 +18,7 @@ VARIABLES = "CACHEBLEND_"  # the beginning of each option's variable
 _SCALARS = (bool, int, float, str)
 # Options that are gone, and what took their place.
 GONE_OPTIONS: dict[str, str] = {
+    "split_at": "nothing: chunks end at headings, paragraphs and sentences",
     "shard": "--ray, which shares an ingest among processes",
     "prices": "nothing: the plan has a table of example prices",
     "otlp_endpoint": "`opentelemetry-instrument cacheblend serve ...`, which traces the service from outside",

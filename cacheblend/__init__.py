@@ -38,41 +38,29 @@ from .base.threads import Progress as Progress
 if TYPE_CHECKING:
     from importlib.metadata import version as _version
 
-    from .blend import ChunkContext as ChunkContext
     from .blend import FusionConfig as FusionConfig
-    from .blend import FusionResult as FusionResult
     from .blend import Fusor as Fusor
-    from .blend import ModelRunner as ModelRunner
     from .blend import Segment as Segment
-    from .blend import SelectionStep as SelectionStep
-    from .blend import Selector as Selector
     from .loader import LoaderConfig as LoaderConfig
-    from .loader import LoadingController as LoadingController
-    from .loader import Profile as Profile
-    from .loader import measure_profile as measure_profile
     from .retriever import Retriever as Retriever
     from .retriever import RetrieverConfig as RetrieverConfig
     from .service import Answer as Answer
-    from .service import AnswerPlan as AnswerPlan
     from .service import Engine as Engine
     from .service import EngineConfig as EngineConfig
     from .service import IngestReport as IngestReport
-    from .service import Timings as Timings
     from .store import ChunkKey as ChunkKey
     from .store import ChunkKV as ChunkKV
     from .store import KVStore as KVStore
-    from .store import Placement as Placement
     from .store import StoreConfig as StoreConfig
-    from .store import StoreStats as StoreStats
 
     __version__ = _version("cacheblend")
 
 _MODULES = {
-    "blend": ("ChunkContext", "FusionConfig", "FusionResult", "Fusor", "ModelRunner", "Segment", "SelectionStep", "Selector"),
-    "loader": ("LoaderConfig", "LoadingController", "Profile", "measure_profile"),
+    "blend": ("FusionConfig", "Fusor", "Segment"),
+    "loader": ("LoaderConfig",),
     "retriever": ("Retriever", "RetrieverConfig"),
-    "service": ("Answer", "AnswerPlan", "Engine", "EngineConfig", "IngestReport", "Timings"),
-    "store": ("ChunkKV", "ChunkKey", "KVStore", "Placement", "StoreConfig", "StoreStats"),
+    "service": ("Answer", "Engine", "EngineConfig", "IngestReport"),
+    "store": ("ChunkKV", "ChunkKey", "KVStore", "StoreConfig"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = ["__version__", *(name for name, value in vars().items() if isinstance(value, type)), *_MODULE_OF]

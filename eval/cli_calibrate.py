@@ -14,7 +14,8 @@ from cacheblend.cli import options, terminal
 from cacheblend.eval.data import DocumentsSource, Preset
 from cacheblend.eval.data.source import SEARCHED_CHUNKS
 from cacheblend.eval.method_plan import CONTEXTS, METHOD_OF_SELECTOR
-from cacheblend.loader import Thresholds, write_calibration
+from cacheblend.eval.run.calibration import Thresholds
+from cacheblend.loader import write_calibration
 from cacheblend.service.engine.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -130,14 +131,14 @@ def _print(run: CalibrationRun, path: Path) -> None:
             f"{found.ttft_s_median:.3f}",
         )
     terminal.stdout.print(table)
-    chosen, thresholds = run.calibration, run.calibration.thresholds
-    high = chosen.measures.first_token_kl_high_nats
+    chosen, found, thresholds = run.calibration, run.chosen.measures, run.thresholds
+    high = found.first_token_kl_high_nats
     said = [
         "KL: of the first token, nats, and the upper end of its 95 % interval; NLL: of right answers, nats over full "
         "recompute's; equal: share of equal greedy tokens; compute: share of full recompute's",
-        f"{chosen.measures.cases} questions; full recompute's first token after {run.full_ttft_s_median:.3f} s",
+        f"{found.cases} questions; full recompute's first token after {run.full_ttft_s_median:.3f} s",
         f"chosen: context {chosen.context}, selector {chosen.selector}, ratio {chosen.ratio:g}: KL "
-        f"{chosen.measures.first_token_kl_nats:.3f} nats" + ("" if high is None else f" (at most {high:.3f} with 95 %)"),
+        f"{found.first_token_kl_nats:.3f} nats" + ("" if high is None else f" (at most {high:.3f} with 95 %)"),
         f"stored in {path}; the run is in {run.folder}",
     ]
     if not run.is_within:

@@ -10,10 +10,8 @@ from .layer_loader import LoaderConfig as LoaderConfig
 from .layer_loader import copied_tiers as copied_tiers
 from .profile import Calibration as Calibration
 from .profile import LayerSample as LayerSample
-from .profile import Measures as Measures
 from .profile import PrefillSample as PrefillSample
 from .profile import Profile as Profile
-from .profile import Thresholds as Thresholds
 from .profile import TierSpeed as TierSpeed
 from .profile import describe_device as describe_device
 from .profile import load_profile as load_profile

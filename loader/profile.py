@@ -7,19 +7,18 @@ import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cacheblend.base.errors import ConfigError, ProfileError
+from cacheblend.base.errors import ProfileError
 from cacheblend.base.files import make_folder, replacing
 from cacheblend.base.options import is_number, is_whole
 from cacheblend.blend import SELECTORS
 
 PROFILE_FORMAT, CALIBRATION_FORMAT = 2, 1
-_MAY_BE_NONE = ("first_token_kl_low_nats", "first_token_kl_high_nats", "gold_nll_over_full_nats")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,65 +81,9 @@ class Profile:
         if bad := bad + [count for count in counts if not is_whole(count) or count < 1]:
             raise ProfileError(f"a profile of {self.device} has {bad[0]!r} for seconds or a count")
 
-    def check(self, *, model: str, device: str) -> None:
-        """Refuse a profile that was measured elsewhere.
-
-        Raises:
-            ProfileError: the profile is of another model, device or torch.
-        """
-        torch_versions = self.torch_version, torch.__version__
-        _refuse_others("the profile", "profile", model=(self.model, model), device=(self.device, device), torch=torch_versions)
-
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return {"format": PROFILE_FORMAT, **asdict(self)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measures:
-    """A setting's losses against full recompute, in the mean over the questions of a calibration.
-
-    Raises:
-        ProfileError: a value is not a finite number.
-    """
-
-    cases: int  # questions
-    first_token_kl_nats: float  # KL of the first token's distribution from full recompute's
-    first_token_kl_low_nats: float | None  # lower end of its 95 % bootstrap interval; None for one case
-    first_token_kl_high_nats: float | None
-    gold_nll_over_full_nats: float | None  # negative log-likelihood of the right answer above full recompute's, if there is one
-    equal_greedy_tokens: float  # share of full recompute's first greedy tokens, 0..1
-    compute_share: float  # multiply-adds between question and first token over full prefill's, 0..1
-    ttft_s_median: float  # to the first token, stored KV in RAM
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not (is_number(value) or (value is None and field.name in _MAY_BE_NONE)):
-                raise ProfileError(f"a calibration cannot have {field.name}={value!r}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Thresholds:
-    """The loss against full recompute that a user accepts, in nats.
-
-    Raises:
-        ConfigError: a value is not a number of at least 0.
-    """
-
-    max_kl: float = 0.05  # of the first token, in the mean
-    max_nll: float = 0.05  # of the right answer above full recompute's, in the mean
-
-    def __post_init__(self) -> None:
-        for name in ("max_kl", "max_nll"):
-            value = getattr(self, name)
-            if not is_number(value) or value < 0:
-                raise ConfigError(name, value, "nats, 0 or more")
-
-    def allow(self, measures: Measures) -> bool:
-        """Whether a setting's loss is accepted; right answers count if there are any."""
-        nll_nats = measures.gold_nll_over_full_nats
-        return measures.first_token_kl_nats <= self.max_kl and (nll_nats is None or nll_nats <= self.max_nll)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +99,8 @@ class Calibration:
     context: str  # of the chunks' KV: "default" (filler and document), "filler", "document", "head", or another measured one
     selector: str  # one of `SELECTORS`
     ratio: float  # r*, 0..1
-    measures: Measures  # this setting's
-    thresholds: Thresholds  # if no setting was within them, the one of least KL was chosen
+    measures: Mapping[str, Any]  # this setting's losses against full recompute, for who reads the file
+    thresholds: Mapping[str, Any]  # those accepted; if no setting was within them, the one of least KL was chosen
 
     def __post_init__(self) -> None:
         is_good = {name: isinstance(getattr(self, name), str) for name in ("model", "prefix", "context")}
@@ -185,19 +128,19 @@ def describe_device(device: torch.device) -> str:
 
 
 def prefix_digest(prefix_ids: Sequence[int]) -> str:
-    """Digest of the token ids that every prompt begins with, instruction and chat template: 16 hex digits."""
-    return hashlib.sha256(",".join(map(str, prefix_ids)).encode()).hexdigest()[:16]
+    """Digest of the token ids that every prompt begins with, instruction and chat template, in hex."""
+    return hashlib.sha256(",".join(map(str, prefix_ids)).encode()).hexdigest()
 
 
 def profile_path(directory: Path, *, model: str, device: str) -> Path:
     """The file of a model's profile on a device, in the folder of profiles; of this torch version and format."""
     suffix = hashlib.sha256(f"{device}\n{torch.__version__}\n{PROFILE_FORMAT}".encode()).hexdigest()
-    return directory / f"{model[:16]}-{suffix[:16]}.json"
+    return directory / f"{model}-{suffix}.json"
 
 
 def calibration_path(directory: Path, *, model: str, prefix: str) -> Path:
     """The file of a model's calibration after a prefix, in the folder of profiles."""
-    return directory / f"{model[:16]}-{prefix}.calibration.json"
+    return directory / f"{model}-{prefix}.calibration.json"
 
 
 def read_profile(directory: Path, *, model: str, device: str) -> Profile | None:
@@ -209,14 +152,10 @@ def read_profile(directory: Path, *, model: str, device: str) -> Profile | None:
         device: name of the device, from `describe_device`.
 
     Raises:
-        ProfileError: the file is damaged, or was measured elsewhere.
+        ProfileError: the file is damaged.
     """
     path = profile_path(directory, model=model, device=device)
-    if not path.is_file():
-        return None
-    profile = load_profile(path)
-    profile.check(model=model, device=device)
-    return profile
+    return load_profile(path) if path.is_file() else None
 
 
 def load_profile(path: Path) -> Profile:
@@ -241,17 +180,13 @@ def read_calibration(directory: Path, *, model: str, prefix: str) -> Calibration
         prefix: `prefix_digest` of the prompts.
 
     Raises:
-        ProfileError: the file is damaged, of another format, or of another model or prefix.
+        ProfileError: the file is damaged, or of another format.
     """
     path = calibration_path(directory, model=model, prefix=prefix)
     if not path.is_file():
         return None
     with _values_of(path, "calibrate", CALIBRATION_FORMAT) as values:
-        values["measures"], values["thresholds"] = Measures(**values["measures"]), Thresholds(**values["thresholds"])
-        calibration = Calibration(**values)
-    found = {"model": (calibration.model, model), "prefix": (calibration.prefix, prefix)}
-    _refuse_others(str(path), "calibrate", **found)
-    return calibration
+        return Calibration(**values)
 
 
 def write_profile(directory: Path, profile: Profile) -> Path:
@@ -270,13 +205,6 @@ def write_calibration(directory: Path, calibration: Calibration) -> Path:
         ProfileError: the folder cannot be written.
     """
     return _write(calibration_path(directory, model=calibration.model, prefix=calibration.prefix), calibration.as_dict())
-
-
-def _refuse_others(what: str, command: str, **found: tuple[str, str]) -> None:
-    """Refuse a file one of whose own names is not the one that is looked for."""
-    for name, (own, wanted) in found.items():
-        if own != wanted:
-            raise ProfileError(f"{what} is of another {name}: {own!r}, and this is {wanted!r}; run `cacheblend {command}` here")
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from cacheblend.base.options import check_whole, is_number, is_whole, option
 
 DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
 SEPARATOR = "\n\n"
-SPLITS = ("sentences", "tokens")
 RETRIEVALS = ("hybrid", "dense")
 
 
@@ -25,11 +24,6 @@ class RetrieverConfig:
     directory: Path | None = None  # of the catalog, made when missing; None keeps it in memory
     chunk_tokens: int = option(512, "Tokens of the model in a chunk, before its separator; fixed once documents are ingested.")
     chunk_overlap_tokens: int = option(0, "Tokens that a chunk repeats from the end of the one before.")
-    split_at: str = option(
-        "sentences",
-        "Where chunks end: at a heading, paragraph or sentence in the last half of chunk_tokens, or at just so many tokens.",
-        choices=SPLITS,
-    )
     separator: str = SEPARATOR  # text after every chunk, tokenised together with it
     embedder: str = option(DEFAULT_EMBEDDER, "A sentence-transformers model: a name or a folder.")
     index_budget_bytes: int | None = option(
@@ -60,7 +54,7 @@ class RetrieverConfig:
             raise ConfigError("chunk_overlap_tokens", self.chunk_overlap_tokens, allowed)
         if not isinstance(self.separator, str):
             raise ConfigError("separator", self.separator, "text")
-        for name, choices in (("split_at", SPLITS), ("retrieval", RETRIEVALS), ("search_rounds", (1, 2))):
+        for name, choices in (("retrieval", RETRIEVALS), ("search_rounds", (1, 2))):
             if (value := getattr(self, name)) not in choices:
                 raise ConfigError(name, value, f"one of {', '.join(map(str, choices))}")
         for name in ("embedder", "reranker"):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
-from cacheblend.base.errors import InputError, RetrieverError, needs_extra
+from cacheblend.base.errors import InputError, RetrieverError
 from cacheblend.base.threads import Check
 
 from .config import RetrieverConfig
@@ -85,7 +85,7 @@ class PlainTokenizer:
     def cut(
         self, text: str, max_tokens: int, overlap_tokens: int = 0, *, at_sentences: bool = False, check: Check = lambda: None
     ) -> list[str]:
-        """Cut `text` every `max_tokens` tokens, by LangChain's token splitter; no piece is empty.
+        """Cut `text` every `max_tokens` tokens; no piece is empty.
 
         With `at_sentences` a piece ends at the last of the best `BREAKS` in its second half; and the last piece is no shorter
         than a quarter, unless it is the only one.
@@ -143,21 +143,10 @@ class PlainTokenizer:
         return [*tokens, *self._encode(text[done:], start + done)]
 
 
-def _token_spans(text: str, borders: list[int], max_tokens: int, overlap_tokens: int) -> Iterator[tuple[int, int]]:
+def _token_spans(_: str, borders: list[int], max_tokens: int, overlap_tokens: int) -> Iterator[tuple[int, int]]:
     """Start and end of each piece of just so many tokens; token t reaches from `borders[t]` to `borders[t + 1]`."""
-    with needs_extra("rag"):  # here, as it takes a quarter of a second that most commands' start can spare
-        from langchain_text_splitters.base import Tokenizer as TokenSplit
-        from langchain_text_splitters.base import split_text_on_tokens
-    # LangChain counts and slices tokens; each token is its number here, and a piece is "decoded" to its first and last one.
-    split = TokenSplit(
-        chunk_overlap=overlap_tokens,
-        tokens_per_chunk=max_tokens,
-        encode=lambda _: list(range(len(borders) - 1)),
-        decode=lambda numbers: f"{numbers[0]} {numbers[-1]}",
-    )
-    for piece in split_text_on_tokens(text=text, tokenizer=split):
-        first, last = map(int, piece.split())
-        yield borders[first], borders[last + 1]
+    for first in range(0, max(1, len(borders) - 1 - overlap_tokens), max_tokens - overlap_tokens):
+        yield borders[first], borders[min(first + max_tokens, len(borders) - 1)]
 
 
 def _sentence_spans(text: str, borders: list[int], max_tokens: int, overlap_tokens: int) -> Iterator[tuple[int, int]]:
@@ -182,11 +171,11 @@ def _sentence_spans(text: str, borders: list[int], max_tokens: int, overlap_toke
 
 
 class Splitter:
-    """Cuts documents into chunks of the model's own tokens, at sentences, or like the paper at exact token counts.
+    """Cuts documents into chunks of the model's own tokens, at sentences.
 
     Args:
         tokenizer: the model's fast tokenizer; it is copied.
-        config: `chunk_tokens`, `chunk_overlap_tokens`, `split_at` and `separator` are used.
+        config: `chunk_tokens`, `chunk_overlap_tokens` and `separator` are used.
 
     Raises:
         RetrieverError: the tokenizer is not a fast one.
@@ -225,14 +214,13 @@ class Splitter:
             if self._separator_tokens < len(ids) <= max_tokens:  # one chunk, tokenised once, as a request's passage usually is
                 return [Chunk(document.id, document.version, 0, document.title, content, tuple(ids))]
         check()
-        at_sentences = self.config.split_at == "sentences"
         overlap = self.config.chunk_overlap_tokens
         table, short = TableHead(document.id, document.title), dict[str, int]()
-        if at_sentences and not overlap:
+        if not overlap:
             sizes = {head: len(self._tokenizer.ids(head)) for head in table.all_of(content) if len(head) <= len(content) // 2}
             short = {head: size for head, size in sizes.items() if size <= max_tokens // 4}
             max_tokens -= max(short.values(), default=0)
-        texts = self._tokenizer.cut(content, max_tokens, overlap, at_sentences=at_sentences, check=check)
+        texts = self._tokenizer.cut(content, max_tokens, overlap, at_sentences=True, check=check)
         if not texts:
             raise InputError(f"document {document.id!r} has no tokens for this model's tokenizer; leave it out")
         chunks: list[Chunk] = []

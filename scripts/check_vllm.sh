@@ -19,7 +19,7 @@ if [ ! -e "$environment/.installed" ]; then
     find "$environment" -path '*/torchvision/_meta_registrations.py' -exec \
         sed -i 's/^@torch.library.register_fake("torchvision::\(.*\)")/@register_meta("\1")/' {} +
     # vLLM pins its own fastapi; what the project needs beside vLLM's dependencies is little.
-    "$python" -m pip install --quiet setuptools faiss-cpu langchain-text-splitters xxhash threadpoolctl pathspec obstore pytest pytest-timeout hypothesis
+    "$python" -m pip install --quiet setuptools faiss-cpu xxhash threadpoolctl pathspec obstore pytest pytest-timeout hypothesis
     touch "$environment/.installed"
 fi
 "$python" -m pip install --quiet --no-deps --no-build-isolation --editable .

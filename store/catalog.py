@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .nvme_tier import NvmeTier
     from .write_queue import DocumentVersion
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 # Whether a pinned document has the entry; the row at hand is called `entries`.
 IS_PINNED = """EXISTS (
@@ -29,8 +29,6 @@ IS_PINNED = """EXISTS (
 )"""
 
 _OF_PASSAGES = f"pinned = 0 AND namespace >= '{PASSAGES}' AND namespace < '{PASSAGES[:-1]};'"
-# Not in the schema, so that a catalog of an earlier version gets it too.
-_PASSAGES_INDEX = f"CREATE INDEX IF NOT EXISTS passages_to_evict ON entries (used_ns, digest) WHERE {_OF_PASSAGES}"
 _TABLES = ("entries", "totals", "documents", "document_chunks")
 
 SCHEMA = (
@@ -41,10 +39,11 @@ SCHEMA = (
         pinned INTEGER NOT NULL DEFAULT 0
     ) WITHOUT ROWID""",
     "CREATE INDEX entries_to_evict ON entries (used_ns, digest) WHERE pinned = 0",
+    f"CREATE INDEX passages_to_evict ON entries (used_ns, digest) WHERE {_OF_PASSAGES}",
     "CREATE TABLE totals (entries INTEGER NOT NULL, bytes INTEGER NOT NULL)",
     "INSERT INTO totals VALUES (0, 0)",
     """CREATE TABLE documents (
-        id TEXT PRIMARY KEY, version TEXT NOT NULL, pinned INTEGER NOT NULL DEFAULT 0, changed_ns INTEGER NOT NULL
+        id TEXT PRIMARY KEY, version TEXT NOT NULL, pinned INTEGER NOT NULL DEFAULT 0
     ) WITHOUT ROWID""",
     """CREATE TABLE document_chunks (
         document TEXT NOT NULL, digest TEXT NOT NULL, PRIMARY KEY (document, digest)
@@ -261,15 +260,12 @@ class Catalog:
                 _insert(transaction, found())
                 transaction.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         elif version != SCHEMA_VERSION:
-            older = f"; or, with no process using the store, move {path.name}* away: it is made again from the entries' files"
             raise StoreDirectoryError(
                 f"{path} has schema {version}, this version of cacheblend reads {SCHEMA_VERSION}; "
-                f"use the version that made it, or a new folder{older if version < SCHEMA_VERSION else ''}"
+                "use the version that made it, or a new folder"
             )
         else:
             self._check_rows()
-        with self.database.transaction() as transaction:
-            transaction.execute(_PASSAGES_INDEX)
 
 
 def _insert(transaction: sqlite3.Connection, entries: Iterable[CatalogEntry]) -> None:
@@ -286,7 +282,6 @@ class StoredDocument:
     id: str
     version: str  # tells its texts apart
     pinned: bool  # evictions spare its chunks
-    changed_ns: int  # when it came, or its version changed, in Unix time
     chunks: int  # different ones
     stored_chunks: int  # of these: their KV is on NVMe now
     shared_chunks: int  # of these: other documents have them as well
@@ -295,7 +290,7 @@ class StoredDocument:
 
 
 _DOCUMENT = """
-SELECT d.id, d.version, d.pinned, d.changed_ns, count(c.digest), count(e.digest),
+SELECT d.id, d.version, d.pinned, count(c.digest), count(e.digest),
     coalesce(sum(c.shared), 0), coalesce(sum(e.bytes), 0), coalesce(sum(e.bytes * (1 - c.shared)), 0)
 FROM documents d
 LEFT JOIN (
@@ -359,7 +354,7 @@ class DocumentTable:
             StoreFullError: the disk is full.
             StoreDirectoryError: the catalog cannot be written.
         """
-        given, now_ns = list(documents), time.time_ns()
+        given = list(documents)
 
         def change(transaction: sqlite3.Connection) -> None:
             for id_, version, keys in given:
@@ -369,9 +364,9 @@ class DocumentTable:
                     (id_, version),
                 )
                 transaction.execute(
-                    "INSERT INTO documents VALUES (?, ?, 0, ?) ON CONFLICT (id) DO UPDATE SET "
-                    "version = excluded.version, changed_ns = excluded.changed_ns WHERE version != excluded.version",
-                    (id_, version, now_ns),
+                    "INSERT INTO documents VALUES (?, ?, 0) ON CONFLICT (id) DO UPDATE SET "
+                    "version = excluded.version WHERE version != excluded.version",
+                    (id_, version),
                 )
                 rows = ((id_, key.digest) for key in keys)
                 transaction.executemany("INSERT OR IGNORE INTO document_chunks VALUES (?, ?)", rows)

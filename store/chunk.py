@@ -180,7 +180,25 @@ class KVHandle(Protocol):
         """One layer as it is stored; None if that is plain keys and values. Raises as `read_layer` does."""
 
 
-class KVPart:
+class PlainKV:
+    """The parts of a `KVHandle` that follow from `read_layer`, for keys and values on any device that are not encoded."""
+
+    def read_layer_into(self: KVHandle, layer: int, to_2HTB: Bytes) -> None:
+        check_shape(self, layer, to_2HTB)
+        for to_HTB, x_HTD in zip(to_2HTB, self.read_layer(layer), strict=True):
+            x_HTD = x_HTD.detach().cpu()
+            # A copy by PyTorch would start an OpenMP team for this thread, which slows all other threads' parallel regions.
+            np.copyto(to_HTB, host_bytes(x_HTD if x_HTD.stride(-1) == 1 else x_HTD.contiguous()))
+
+    def copy_layer(self: KVHandle, layer: int, to_2HTD: torch.Tensor) -> None:
+        for to_HTD, x_HTD in zip(to_2HTD, self.read_layer(layer), strict=True):
+            to_HTD.copy_(x_HTD)
+
+    def encoded_layer(self, layer: int) -> EncodedLayer | None:
+        return None
+
+
+class KVPart(PlainKV):
     """The KV of a run of a chunk's tokens, of which `start` is the first: a `KVHandle`."""
 
     rotated = False
@@ -194,29 +212,17 @@ class KVPart:
         k_HTD, v_HTD = self._kv.read_layer(layer)
         return k_HTD[:, self._part], v_HTD[:, self._part]
 
-    def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
-        check_shape("a part of a chunk", self, layer, to_2HTB)
-        for to_HTB, x_HTD in zip(to_2HTB, self.read_layer(layer), strict=True):
-            np.copyto(to_HTB, host_bytes(x_HTD))
 
-    def copy_layer(self, layer: int, to_2HTD: torch.Tensor) -> None:
-        for to_HTD, x_HTD in zip(to_2HTD, self.read_layer(layer), strict=True):
-            to_HTD.copy_(x_HTD)
-
-    def encoded_layer(self, layer: int) -> EncodedLayer | None:
-        return None
-
-
-def check_shape(what: str, kv: KVHandle, layer: int, to_2HTB: Bytes) -> None:
+def check_shape(kv: KVHandle, layer: int, to_2HTB: Bytes) -> None:
     """Refuse memory whose shape differs from the layer's bytes, with an `InputError`."""
     kv_heads, head_dim = kv.heads(layer)
     needed = (2, kv_heads, len(kv.token_ids), head_dim * kv.dtype.itemsize)
     if to_2HTB.shape != needed:
-        raise InputError(f"layer {layer} of {what} has bytes {needed}, and the memory for it {to_2HTB.shape}")
+        raise InputError(f"layer {layer} of the KV has bytes {needed}, and the memory for it {to_2HTB.shape}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ChunkKV:
+class ChunkKV(PlainKV):
     """The KV cache of one chunk, computed after a prefix and a context (paper §4.2, where both are empty).
 
     Args:
@@ -277,17 +283,3 @@ class ChunkKV:
     def read_layer(self, layer: int) -> LayerPair:
         """The layer's own tensors, on their device."""
         return self.layers[layer]
-
-    def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
-        check_shape(f"the KV of {len(self.token_ids)} tokens", self, layer, to_2HTB)
-        for to_HTB, x_HTD in zip(to_2HTB, self.layers[layer], strict=True):
-            x_HTD = x_HTD.detach().cpu()
-            # A copy by PyTorch would start an OpenMP team for this thread, which slows all other threads' parallel regions.
-            np.copyto(to_HTB, host_bytes(x_HTD if x_HTD.stride(-1) == 1 else x_HTD.contiguous()))
-
-    def copy_layer(self, layer: int, to_2HTD: torch.Tensor) -> None:
-        for to_HTD, x_HTD in zip(to_2HTD, self.layers[layer], strict=True):
-            to_HTD.copy_(x_HTD)
-
-    def encoded_layer(self, layer: int) -> EncodedLayer | None:
-        return None

@@ -18,13 +18,12 @@ import torch
 
 from cacheblend.base.errors import ConfigError, StoreError
 
-from .chunk import check_shape, length_prefixed
+from .chunk import PlainKV, check_shape, length_prefixed
 from .codecs import LayerPair
 
 if TYPE_CHECKING:
     from cacheblend.base.memory import Bytes
 
-    from .chunk import EncodedLayer
 
 BLOCK_TOKENS = 16
 STATE = 0  # the window of layers that hold one state of all tokens before it: a prefix needs that after its last block
@@ -67,7 +66,7 @@ def tokens_kept(window: int | None) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PrefixRun:
+class PrefixRun(PlainKV):
     """KV of the T tokens that a prompt begins with; it is valid inside `PrefixBlocks.match`.
 
     Its keys are rotated already: a prefix stands at the same positions in every prompt that begins with it. Layers with a
@@ -109,7 +108,7 @@ class PrefixRun:
         return pair_2HTD[0], pair_2HTD[1]
 
     def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
-        check_shape("a prefix", self, layer, to_2HTB)
+        check_shape(self, layer, to_2HTB)
         self.copy_layer(layer, torch.from_numpy(to_2HTB).view(self.dtype))
 
     def copy_layer(self, layer: int, to_2HTD: torch.Tensor) -> None:
@@ -120,9 +119,6 @@ class PrefixRun:
             torch.cat(blocks, dim=2, out=to_2HTD[:, :, start:])
         else:
             to_2HTD[:, :, start:].copy_(torch.cat(blocks, dim=2))
-
-    def encoded_layer(self, layer: int) -> EncodedLayer | None:
-        return None
 
     def _blocks(self, layer: int) -> list[torch.Tensor]:
         """The layer's keys and values (2, H, T, D) of the blocks that are needed, in order."""

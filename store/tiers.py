@@ -16,13 +16,12 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
-import numpy as np
 import torch
 
 from cacheblend.base.errors import DamagedEntryError, StoreError
 from cacheblend.base.memory import Bytes
 
-from .chunk import EncodedLayer, check_shape, host_bytes
+from .chunk import EncodedLayer, PlainKV, check_shape
 from .codecs import LayerPair
 from .entry import EncodedEntry, EntryInfo
 
@@ -264,7 +263,7 @@ def read_entry(entry: StoredEntry, tier: KVTier) -> EncodedEntry | None:
 OpenedEntry = tuple[StoredEntry, KVTier]
 
 
-class Placement:
+class Placement(PlainKV):
     """The KV of an entry that stays where it is until its pin is released: a `KVHandle`.
 
     In RAM it holds the entry's memory, on NVMe an open file, so that the bytes remain while somebody reads them.
@@ -300,20 +299,18 @@ class Placement:
 
     def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
         """Read raw bytes of a file straight into the memory; others are decoded and copied."""
-        entry = self.entry
-        check_shape(str(self.key), self, layer, to_2HTB)
         if self._is_raw:
+            entry = self.entry
+            check_shape(self, layer, to_2HTB)
             self._report(layer, entry.read_layer_into, to_2HTB)
         else:
-            for to_HTB, x_HTD in zip(to_2HTB, self.read_layer(layer), strict=True):
-                np.copyto(to_HTB, host_bytes(x_HTD.contiguous()))
+            super().read_layer_into(layer, to_2HTB)
 
     def copy_layer(self, layer: int, to_2HTD: torch.Tensor) -> None:
         if self._is_raw:
             to_2HTD.copy_(self._read_encoded(layer))
         else:
-            for to_HTD, x_HTD in zip(to_2HTD, self.read_layer(layer), strict=True):
-                to_HTD.copy_(x_HTD)
+            super().copy_layer(layer, to_2HTD)
 
     def encoded_layer(self, layer: int) -> EncodedLayer | None:
         return None if self._is_raw else EncodedLayer(self._read_encoded(layer), partial(self._info.decode, layer))

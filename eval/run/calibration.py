@@ -8,18 +8,56 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend.base.errors import ConfigError
+from cacheblend.base.options import is_number
 from cacheblend.blend import DEFAULT_RATIO, Fusor
 from cacheblend.eval.data import DocumentsSource
 from cacheblend.eval.data.source import prompt_renderer
 from cacheblend.eval.method_plan import FULL_REUSE, METHOD_OF_SELECTOR
 from cacheblend.eval.metrics import COMPARED_TOKENS
-from cacheblend.loader import Calibration, Measures, Thresholds
+from cacheblend.loader import Calibration
 from cacheblend.loader.profile import prefix_digest
 from cacheblend.retriever import Embedder
 
 from .folder import EvalConfig
 from .report import REFERENCE
 from .runner import Progress, evaluate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measures:
+    """A setting's losses against full recompute, in the mean over the questions of a calibration."""
+
+    cases: int  # questions
+    first_token_kl_nats: float  # KL of the first token's distribution from full recompute's
+    first_token_kl_low_nats: float | None  # lower end of its 95 % bootstrap interval; None for one case
+    first_token_kl_high_nats: float | None
+    gold_nll_over_full_nats: float | None  # negative log-likelihood of the right answer above full recompute's, if there is one
+    equal_greedy_tokens: float  # share of full recompute's first greedy tokens, 0..1
+    compute_share: float  # multiply-adds between question and first token over full prefill's, 0..1
+    ttft_s_median: float  # to the first token, stored KV in RAM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """The loss against full recompute that a user accepts, in nats.
+
+    Raises:
+        ConfigError: a value is not a number of at least 0.
+    """
+
+    max_kl: float = 0.05  # of the first token, in the mean
+    max_nll: float = 0.05  # of the right answer above full recompute's, in the mean
+
+    def __post_init__(self) -> None:
+        for name in ("max_kl", "max_nll"):
+            value = getattr(self, name)
+            if not is_number(value) or value < 0:
+                raise ConfigError(name, value, "nats, 0 or more")
+
+    def allow(self, measures: Measures) -> bool:
+        """Whether a setting's loss is accepted; right answers count if there are any."""
+        nll_nats = measures.gold_nll_over_full_nats
+        return measures.first_token_kl_nats <= self.max_kl and (nll_nats is None or nll_nats <= self.max_nll)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +86,8 @@ class CalibrationRun:
     """Measurements and choice of a calibration.
 
     Args:
-        calibration: the choice.
+        calibration, chosen: the choice, as it is written and as it was measured.
+        thresholds: the loss that is accepted.
         is_within: it is within the thresholds; else no setting was, and it is the one of least KL.
         curves: every setting, full recompute left out.
         full_ttft_s_median: seconds to the first token of full recompute.
@@ -56,6 +95,8 @@ class CalibrationRun:
     """
 
     calibration: Calibration
+    chosen: Setting
+    thresholds: Thresholds
     is_within: bool
     curves: tuple[Setting, ...]
     full_ttft_s_median: float
@@ -133,11 +174,13 @@ def calibrate(
         context=chosen.context,
         selector=selector,
         ratio=chosen.ratio,
-        measures=chosen.measures,
-        thresholds=thresholds,
+        measures=asdict(chosen.measures),
+        thresholds=asdict(thresholds),
     )
     return CalibrationRun(
         calibration=calibration,
+        chosen=chosen,
+        thresholds=thresholds,
         is_within=thresholds.allow(chosen.measures),
         curves=curves,
         full_ttft_s_median=summary["methods"][REFERENCE]["ttft_s_median"],

@@ -114,5 +114,5 @@ class ConnectorConfig:
         engine, prefix = self.engine, tuple(PromptRenderer(tokenizer, self.engine.instruction).prefix)
         positions = getattr(named.config.get_text_config(decoder=True), "max_position_embeddings", None)
         filler, tokens = engine.context_filler, engine.context_document_tokens
-        context = read_context(tokenizer, positions, str(folder), filler, tokens, len(prefix))
+        context = read_context(tokenizer, positions, filler, tokens, len(prefix))
         return ChunkNaming(prefix, context, fingerprint, engine.kv_cache_dtype)

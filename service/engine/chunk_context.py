@@ -2,9 +2,8 @@
 
 A chunk is computed after the prompt's prefix, filler passages fixed for the store, and its document's earlier text.
 
-The filler is text of no importance that looks like retrieved passages. It comes with the package (`context.txt`), with the
-model (a `context.txt` in its folder, for a model that reads texts of a kind of its own), or from a file of the user's. No
-request and no tenant's document is ever part of it.
+The filler is text of no importance that looks like retrieved passages. It comes with the package (`context.txt`), or from
+a file of the user's. No request and no tenant's document is ever part of it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from .config import EngineConfig
 
 PACKAGED_FILLER = Path(__file__).parent / "context.txt"
-FILLER_FILE = "context.txt"
 FILLER_TOKENS = 384
 POSITIONS_SHARE = 8  # filler and window take no more than so many parts of the model's positions: 1 and 4 of 8
 REMEMBERED_DOCUMENTS = 1024
@@ -40,22 +38,18 @@ Earlier = tuple[tuple[int, ...], ...]
 
 def chunk_context(fusor: Fusor, filler: str, document_tokens: int, prefix_tokens: int = 0) -> ChunkContext:
     """The context of a fusor's chunks; see `read_context`."""
-    folder = str(fusor.model.name_or_path)  # empty for a model that was loaded from nowhere
-    return read_context(
-        fusor.tokenizer, fusor.rope_border or fusor.max_positions, folder, filler, document_tokens, prefix_tokens
-    )
+    return read_context(fusor.tokenizer, fusor.rope_border or fusor.max_positions, filler, document_tokens, prefix_tokens)
 
 
 def read_context(
-    tokenizer: Any, max_positions: int | None, model_folder: str, filler: str, document_tokens: int, prefix_tokens: int = 0
+    tokenizer: Any, max_positions: int | None, filler: str, document_tokens: int, prefix_tokens: int = 0
 ) -> ChunkContext:
     """The context of a model's chunks.
 
     Args:
         tokenizer: the model's fast tokenizer.
         max_positions: the model's positions; None for any number.
-        model_folder: folder of the model, which may hold a filler of its own; empty for none.
-        filler: "auto" for the model's own filler or else the package's, "none", or the path of a UTF-8 text file whose
+        filler: "auto" for the package's, "none", or the path of a UTF-8 text file whose
             passages stand apart by empty lines. Passages are read in order, up to `FILLER_TOKENS`.
         document_tokens: see `ChunkContext`; cut to half of the model's positions, and to those that prefix and filler leave.
         prefix_tokens: tokens of the prompt's prefix, which chunks are computed after as well.
@@ -64,7 +58,7 @@ def read_context(
         ConfigError: the file cannot be read, or has no text.
     """
     limit = FILLER_TOKENS if max_positions is None else min(FILLER_TOKENS, max_positions // POSITIONS_SHARE)
-    filler_ids = _filler_ids(tokenizer, model_folder, filler, limit)
+    filler_ids = _filler_ids(tokenizer, filler, limit)
     window = document_tokens
     if max_positions is not None:
         left = max(1, max_positions - prefix_tokens - len(filler_ids))
@@ -72,12 +66,12 @@ def read_context(
     return ChunkContext(filler_ids=filler_ids, document_tokens=window)
 
 
-def _filler_ids(tokenizer: Any, folder: str, filler: str, limit: int) -> tuple[int, ...]:
+def _filler_ids(tokenizer: Any, filler: str, limit: int) -> tuple[int, ...]:
     if filler == "none":
         return ()
     plain = PlainTokenizer(tokenizer)
     taken: list[int] = []
-    for passage in _filler_text(folder, filler).split(SEPARATOR):
+    for passage in _filler_text(filler).split(SEPARATOR):
         ids = plain.ids(passage.strip() + SEPARATOR) if passage.strip() else []
         if len(taken) + len(ids) > limit:
             break
@@ -85,14 +79,13 @@ def _filler_ids(tokenizer: Any, folder: str, filler: str, limit: int) -> tuple[i
     return tuple(taken)
 
 
-def _filler_text(folder: str, filler: str) -> str:
-    own = Path(folder) / FILLER_FILE
-    path = Path(filler).expanduser() if filler != "auto" else own if folder and own.is_file() else PACKAGED_FILLER
+def _filler_text(filler: str) -> str:
+    path = PACKAGED_FILLER if filler == "auto" else Path(filler).expanduser()
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("context_filler", filler, f'"auto", "none", or a UTF-8 text file ({error})') from error
-    if filler != "auto" and not text.strip():
+    if not text.strip():
         raise ConfigError("context_filler", filler, 'a file with text; "none" for no filler')
     return text
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -74,7 +73,7 @@ class EngineConfig:
     prefix_budget_bytes: int = option(512 * MIB, "Bytes of RAM for KV of prompts' beginnings: system messages, conversations.")
     context_filler: str = option(
         "auto",
-        "Passages that every chunk's KV is computed after: auto (the model's or the package's), none, or a text file. KV that "
+        "Passages that every chunk's KV is computed after: auto (the package's), none, or a text file. KV that "
         "was stored with others is not found.",
     )
     context_document_tokens: int = option(
@@ -163,18 +162,8 @@ def remembered_settings(store_dir: Path) -> dict[str, Any]:
     return {}
 
 
-def write_examples(store_dir: Path, questions: Sequence[str]) -> None:
-    """Note beside a store which questions its documents answer well, for the page to offer.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    with replacing(store_dir / EXAMPLES_FILE) as file:
-        file.write(json.dumps(list(questions[:MAX_EXAMPLES]), ensure_ascii=False, indent=1).encode())
-
-
 def read_examples(store_dir: Path) -> list[str]:
-    """Questions that `write_examples` noted, or somebody by hand; empty where there is nothing that can be read."""
+    """Questions that the demo noted, or somebody by hand; empty where there is nothing that can be read."""
     with suppress(OSError, ValueError):
         found = json.loads((store_dir / EXAMPLES_FILE).read_bytes())
         if isinstance(found, list):

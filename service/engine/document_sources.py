@@ -21,7 +21,7 @@ from cacheblend.base.errors import CacheBlendError, InputError, needs_extra
 from cacheblend.retriever import Document, PlainTokenizer
 
 from .file_converter import FileConverter
-from .file_readers import OLD_KINDS, READERS
+from .file_readers import KINDS
 from .pdf_text import BLANK
 from .text_encoding import MAX_SAMPLE_BYTES, decoded
 from .web_pages import SCHEMES, WebFiles
@@ -39,16 +39,6 @@ MAX_LINE_BYTES = 8 * 2**20  # of one JSON line, decompressed
 LEAST_LINE_BYTES = 2684  # that a line counts as: 200,000 empty ones are as much work as half a GiB
 CHARACTERS_PER_TOKEN = 4.0  # of English text, where none can be tokenised
 SAMPLE_CHARACTERS, SAMPLE_DOCUMENTS = 1024, 64  # to count tokens in: enough to know a language by
-CONVERTED_SUFFIXES = (*READERS, *OLD_KINDS)
-# Kinds of documents that are not read, and the remedy.
-NOT_READ = {
-    **dict.fromkeys((".msg", ".pst"), "save its mails as .eml or .mbox"),
-    **dict.fromkeys((".xlsb", ".numbers", ".et"), "save it as .xlsx"),
-    **dict.fromkeys((".pages", ".key", ".one", ".vsd", ".vsdx", ".pub", ".wpd", ".wps", ".hwp", ".odg"), "save it as PDF"),
-    **dict.fromkeys((".ps", ".eps", ".djvu", ".xps", ".chm", ".mobi", ".azw3"), "convert it to PDF"),
-    **dict.fromkeys((".zip", ".tar", ".tgz", ".tar.gz", ".7z", ".rar", ".bz2", ".xz", ".zst"), "unpack it"),
-    **dict.fromkeys((".parquet", ".arrow", ".feather", ".sqlite", ".mdb", ".accdb"), "write its rows as JSON lines"),
-}
 Fault = Callable[[str, str], None]  # notes the place and the fault of a part of a file
 
 
@@ -290,8 +280,8 @@ def file_documents(
     """The documents of a file; see `DocumentStream`.
 
     Parts of it have their place appended to `id_`; `where` names it in messages, in place of its path. `check` is called once a
-    line, and again and again during a conversion; what it raises ends the reading. `max_bytes`: see `read_json_lines`. `fault`
-    is called with the place and the fault of a line or a page that is no document; left out, the first one is raised.
+    line, and again and again during a conversion; what it raises ends the reading. `max_bytes` bounds JSON lines, unpacked.
+    `fault` is called with the place and the fault of a line or a page that is no document; left out, the first one is raised.
 
     Raises:
         InputError: the file is no document. NoTextError: it is empty, or of an unknown kind and no text.
@@ -299,13 +289,14 @@ def file_documents(
         OSError: it cannot be read.
     """
     name, where, title = path.name.lower(), where or str(path), title or path.stem
-    if remedy := next((NOT_READ[end] for end in NOT_READ if name.endswith(end)), None):
-        raise InputError(f"{where}: a file of this kind is not read; {remedy}")
+    kind = next((KINDS[end] for end in KINDS if name.endswith(end)), None)
+    if isinstance(kind, str):
+        raise InputError(f"{where}: a file of this kind is not read; {kind}")
     if name.endswith(JSONL_SUFFIXES):
         with _opened(path, where) as lines:
             yield from _line_documents(_read_lines(lines, where, check, max_bytes), fault)
         return
-    if name.endswith(CONVERTED_SUFFIXES):
+    if kind is not None:
         for part in converter.convert(path, check, where):
             place, at = (f"#{part.place}", f"{where}, {part.place}") if part.place else ("", where)
             of_part = f"{title}, {part.place.replace('=', ' ')}" if place else title
@@ -353,28 +344,27 @@ def _opened(path: Path, where: str) -> Iterator[BinaryIO | gzip.GzipFile]:
             raise InputError(f"{where} is no whole gzip file ({error}); compress it again, or copy it again") from error
 
 
-def read_json_lines(
-    path: Path, check: Callable[[], None] = lambda: None, max_bytes: int | None = None, where: str | None = None
-) -> Iterator[tuple[str, Any]]:
+def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     """Each line's place ("FILE, line N") and its JSON value, without empty lines; a file `*.gz` is decompressed.
 
     Memory holds one line, of at most `MAX_LINE_BYTES`, however small a compressed file is. A byte order mark is dropped.
-    `max_bytes` bounds all lines unpacked, each of which counts as `LEAST_LINE_BYTES` or more. `where` is FILE in messages.
 
     Raises:
-        InputError: a line that is too long or no JSON in UTF-8, named by file and line; a gzip file that is cut off or damaged;
-            more than `max_bytes`.
+        InputError: a line that is too long or no JSON in UTF-8, named by file and line; a gzip file that is cut off or damaged.
         OSError: the file cannot be read.
     """
-    with _opened(path, where or str(path)) as lines:
-        for place, raw in _read_lines(lines, where or str(path), check, max_bytes):
+    with _opened(path, str(path)) as lines:
+        for place, raw in _read_lines(lines, str(path)):
             yield place, _line_value(raw, place)
 
 
 def _read_lines(
     lines: BinaryIO | BufferedIOBase, name: str, check: Callable[[], None] = lambda: None, max_bytes: int | None = None
 ) -> Iterator[tuple[str, bytes]]:
-    """Place and bytes of each line that is not empty, as `read_json_lines` bounds them; `name` is that of the file."""
+    """Place and bytes of each line that is not empty; `name` is that of the file.
+
+    `max_bytes` bounds all lines unpacked, each of which counts as `LEAST_LINE_BYTES` or more.
+    """
     number = read_bytes = 0
     while raw := lines.readline(MAX_LINE_BYTES + 1):
         check()

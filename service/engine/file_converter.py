@@ -1,4 +1,4 @@
-"""Conversion of files that are no plain text (`READERS`), in a process of its own with bounds of time, memory and size.
+"""Conversion of files that are no plain text (see `KINDS`), in a process of its own with bounds of time, memory and size.
 
 The files are untrusted, and their parsers are large. A process without the service's environment imports the parsers, and is
 forked for each file; the fork is confined (`confinement.py`), writes the parts of the text or an error as JSON into a pipe, and

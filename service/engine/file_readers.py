@@ -28,21 +28,32 @@ _FORMAT_MARKS = re.compile(r'\[\$([^]-]{0,32})[^]]{0,32}\]|\[[^]]{0,64}\]|[_*].|
 
 
 def read_parts(path: Path) -> Parts:
-    """The parts of a file of `READERS`; raises InputError for one that is sound and not read, with the remedy."""
-    suffix = path.suffix.lower()
-    with path.open("rb") as file:
-        head = file.read(1024)
-    if head.startswith(_OLE):
-        raise InputError("locked with a password; save it without one" if suffix in READERS else f"{OLD_KINDS.get(suffix)}")
-    is_archive = zipfile.is_zipfile(path)
-    if suffix in OLD_KINDS:  # by a name alone
-        suffix = f"{suffix}x" if is_archive else ".rtf" if head.startswith(b"{\\rtf") else ".html" if b"<" in head[:64] else ""
-    if is_archive:
+    """The parts of a file of one of `KINDS`; raises InputError for one that is sound and not read, with the remedy."""
+    reader, head = KINDS[path.suffix.lower()], _head(path)
+    assert not isinstance(reader, str)
+    if head.startswith(_OLE) and reader is not _old_parts:
+        raise InputError("locked with a password; save it without one")
+    if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
         if len(members) > MAX_MEMBERS or sum(member.file_size for member in members) > MAX_UNPACKED_BYTES:
             raise InputError(f"unpacks to more than {MAX_UNPACKED_BYTES // 2**20} MiB or {MAX_MEMBERS} members; split it")
-    return READERS.get(suffix, _plain_parts)(path)
+    return reader(path)
+
+
+def _head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(1024)
+
+
+def _old_parts(path: Path) -> Parts:
+    """The parts of a file that is of the Office of before 2007 by its name alone."""
+    suffix, head = path.suffix.lower(), _head(path)
+    if head.startswith(_OLE):
+        raise InputError(f"is not read; save it as {suffix}x")
+    if zipfile.is_zipfile(path):
+        return {".doc": word_parts, ".xls": _sheet_parts, ".ppt": slide_parts}[suffix](path)
+    return _rtf_parts(path) if head.startswith(b"{\\rtf") else _html_parts(path) if b"<" in head[:64] else _plain_parts(path)
 
 
 def _plain_parts(path: Path) -> Parts:
@@ -156,7 +167,8 @@ def _shown(cell: Any) -> str:
     return f"{text} (comment: {note})" if note else text
 
 
-READERS: dict[str, Callable[[Path], Parts]] = {
+# Of a file by the end of its name: its reader, or the remedy for a kind that is not read.
+KINDS: dict[str, Callable[[Path], Parts] | str] = {
     ".pdf": pdf_parts,
     **dict.fromkeys((".html", ".htm", ".xhtml"), _html_parts),
     **dict.fromkeys((".docx", ".docm", ".dotx", ".dotm"), word_parts),
@@ -169,6 +181,11 @@ READERS: dict[str, Callable[[Path], Parts]] = {
     ".ipynb": _notebook_parts,
     **dict.fromkeys((".eml", ".mhtml", ".mht"), _mail_parts),
     ".mbox": _mailbox_parts,
+    **dict.fromkeys((".doc", ".xls", ".ppt"), _old_parts),
+    **dict.fromkeys((".msg", ".pst"), "save its mails as .eml or .mbox"),
+    **dict.fromkeys((".xlsb", ".numbers", ".et"), "save it as .xlsx"),
+    **dict.fromkeys((".pages", ".key", ".one", ".vsd", ".vsdx", ".pub", ".wpd", ".wps", ".hwp", ".odg"), "save it as PDF"),
+    **dict.fromkeys((".ps", ".eps", ".djvu", ".xps", ".chm", ".mobi", ".azw3"), "convert it to PDF"),
+    **dict.fromkeys((".zip", ".tar", ".tgz", ".tar.gz", ".7z", ".rar", ".bz2", ".xz", ".zst"), "unpack it"),
+    **dict.fromkeys((".parquet", ".arrow", ".feather", ".sqlite", ".mdb", ".accdb"), "write its rows as JSON lines"),
 }
-_SAVE = "is not read; save it as"
-OLD_KINDS = {".doc": f"{_SAVE} .docx", ".xls": f"{_SAVE} .xlsx", ".ppt": f"{_SAVE} .pptx"}

@@ -155,8 +155,6 @@ class Timings:
         wait_s: the part of the prefill in which the fusor waited for stored KV, or copied it: what of `load_s` was not hidden.
         decode_s: the tokens after the first.
         total_s: all, retrieval included.
-        predicted_prefill_s: what the loading controller expected of the prefill, lookup apart; None where it was not asked.
-        predicted_load_s: what it expected of `load_s`.
     """
 
     retrieve_s: float
@@ -167,8 +165,6 @@ class Timings:
     wait_s: float
     decode_s: float
     total_s: float
-    predicted_prefill_s: float | None = None
-    predicted_load_s: float | None = None
 
 
 def chunk_origin(scored: ScoredChunk) -> dict[str, Any]:
@@ -433,7 +429,7 @@ class Request:
         self.prefill = None
 
     def _answer(self, prefill: Prefill, decoding: Decoding) -> Answer:
-        fused, loading = prefill.fused, prefill.loading
+        fused = prefill.fused
         looked_up = [segment for segment in prefill.segments if segment.key is not None]
         hits = sum(segment.tier is not None for segment in looked_up)
         plan = AnswerPlan(
@@ -448,7 +444,7 @@ class Request:
             suffix_tokens=len(self.prompt.suffix),
             recomputed_tokens=fused.recomputed_ratio * fused.reusable_tokens,
             loaded_bytes=prefill.loaded_bytes,
-            loading=loading,
+            loading=prefill.loading,
             moved_nats=fused.moved_nats,
             exact_reason=self.engine.fusor.exact_reason,
         )
@@ -461,8 +457,6 @@ class Request:
             wait_s=fused.wait_s,
             decode_s=self.ended - decoding.first_token,
             total_s=self.ended - self.started,
-            predicted_prefill_s=None if loading is None else loading.prefill_s,
-            predicted_load_s=None if loading is None else loading.load_s,
         )
         return Answer(
             text=decoding.said,

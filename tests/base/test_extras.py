@@ -14,7 +14,7 @@ from cacheblend.base.errors import MissingExtraError, needs_extra
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 # What the extras bring; sklearn comes with sentence-transformers, and transformers uses it where it is.
 OPTIONAL = (
-    *("faiss", "sentence_transformers", "langchain_text_splitters", "langchain_core", "threadpoolctl", "sklearn", "scipy"),
+    *("faiss", "sentence_transformers", "langchain_core", "threadpoolctl", "sklearn", "scipy"),
     *("fastapi", "starlette", "uvicorn", "prometheus_client", "matplotlib", "rouge_score", "gguf", "accelerate"),
 )
 
@@ -29,7 +29,8 @@ def test_the_core() -> None:
     """The method, the store and the loader import and work without any of them."""
     done = _without_optional(
         "import torch\n"
-        "from cacheblend import ChunkKV, ChunkKey, FusionConfig, Fusor, KVStore, LoadingController, Segment, StoreConfig\n"
+        "from cacheblend import ChunkKV, ChunkKey, FusionConfig, Fusor, KVStore, Segment, StoreConfig\n"
+        "from cacheblend.loader import LoadingController\n"
         "from transformers import LlamaConfig, LlamaForCausalLM\n"
         "model = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2,\n"
         "                                     num_attention_heads=2, num_key_value_heads=1))\n"
@@ -48,7 +49,7 @@ def test_the_core() -> None:
         ("from cacheblend import Engine", "rag"),
         ("from cacheblend import Retriever", "rag"),
         ("import cacheblend.integrations.langchain", "langchain"),
-        ("for name in ('faiss', 'sentence_transformers', 'langchain_text_splitters', 'threadpoolctl', 'sklearn', 'scipy'):\n"
+        ("for name in ('faiss', 'sentence_transformers', 'threadpoolctl', 'sklearn', 'scipy'):\n"
          "    del sys.modules[name]\nfrom cacheblend.cli.main import main\nmain(['serve', '-mm', '--port=0'])", "server"),
     ],
 )  # fmt: skip

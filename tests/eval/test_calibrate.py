@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from fakes import FakeEmbedder
 
+from cacheblend.base.errors import ConfigError
 from cacheblend.blend import SELECTORS, Fusor
 from cacheblend.eval.data import DocumentsSource
 from cacheblend.eval.data.documents_source import chunk_questions, topic
 from cacheblend.eval.method_plan import METHOD_OF_SELECTOR
-from cacheblend.eval.run.calibration import Setting, calibration_config, choose, selector_beyond
-from cacheblend.loader import Measures, Thresholds
+from cacheblend.eval.run.calibration import Measures, Setting, Thresholds, calibration_config, choose, selector_beyond
 from cacheblend.retriever import Chunk, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 
@@ -58,6 +58,20 @@ def test_the_choice() -> None:
     assert choose([noisy, near, setting("head", kl=0.06)], Thresholds()) == near, "noise in TTFT does not decide, but KL"
     least = setting(ratio=0.5, compute=0.6, kl=0.2, nll=1.0)
     assert choose([setting(kl=0.3), least, setting(kl=0.4)], Thresholds()) == least, "none is within"
+
+
+def test_thresholds() -> None:
+    """KL and the right answers' likelihood have a threshold each; the second counts where there are right answers."""
+    allowed = Thresholds(max_kl=0.03, max_nll=0.01).allow
+    measures = setting(kl=0.03).measures
+    assert allowed(measures)
+    assert allowed(replace(measures, gold_nll_over_full_nats=-0.5))
+    assert not allowed(replace(measures, gold_nll_over_full_nats=0.02))
+    assert not allowed(replace(measures, first_token_kl_nats=0.031))
+    for name in ("max_kl", "max_nll"):
+        for value in (-0.1, float("nan"), True, "0.1"):
+            with pytest.raises(ConfigError, match=name):
+                Thresholds(**{name: value})  # type: ignore[arg-type]  # what a caller may do
 
 
 def test_the_selector_beyond_ratio_0() -> None:

@@ -14,8 +14,6 @@ from cacheblend.blend import Fusor
 from cacheblend.loader import (
     Calibration,
     LoaderConfig,
-    Measures,
-    Thresholds,
     describe_device,
     load_profile,
     measure_profile,
@@ -25,7 +23,6 @@ from cacheblend.loader import (
     write_calibration,
     write_profile,
 )
-from cacheblend.loader.profile import profile_path
 
 
 def test_a_measured_profile(fusor: Fusor, tmp_path: Path) -> None:
@@ -78,34 +75,15 @@ def test_found_by_model_and_device(tmp_path: Path) -> None:
     assert read_profile(tmp_path / "nowhere", model="model", device="device") is None
 
 
-@pytest.mark.parametrize(("field", "name"), [("model", "model"), ("device", "device"), ("torch_version", "torch")])
-def test_a_profile_of_another(tmp_path: Path, field: str, name: str) -> None:
-    """A file that stands in a profile's place is refused by the model, the device and the torch that it was measured with."""
-    written = write_profile(tmp_path, replace(linear_profile(), **{field: "another"}))  # type: ignore[arg-type]  # all are texts
-    written.rename(profile_path(tmp_path, model="model", device="device"))
-    with pytest.raises(ProfileError, match=f"another {name}: 'another', and this is "):
-        read_profile(tmp_path, model="model", device="device")
-
-
 MODEL, PREFIX = "0123456789abcdef" * 4, prefix_digest([1, 2, 3])
-MEASURES = Measures(
-    cases=24,
-    first_token_kl_nats=0.03,
-    first_token_kl_low_nats=0.02,
-    first_token_kl_high_nats=0.04,
-    gold_nll_over_full_nats=None,
-    equal_greedy_tokens=0.9,
-    compute_share=0.12,
-    ttft_s_median=0.5,
-)
 CALIBRATION = Calibration(
     model=MODEL,
     prefix=PREFIX,
     context="default",
     selector="gradual",
     ratio=0.1,
-    measures=MEASURES,
-    thresholds=Thresholds(max_kl=0.05),
+    measures={"cases": 24},
+    thresholds={"max_kl": 0.05},
 )
 
 
@@ -164,16 +142,11 @@ def test_damaged_profiles(tmp_path: Path, change: str | dict[str, object]) -> No
         ({"ratio": 1.5}, "ratio=1.5"),
         ({"ratio": "0.1"}, "ratio='0.1'"),
         ({"context": None}, "context=None"),
-        ({"measures": {}}, "cannot be used"),
-        ({"measures": 3}, "cannot be used"),
-        ({"thresholds": {"max_kl": -1}}, "max_kl"),
         ({"surplus": 1}, "surplus"),
-        ({"model": "other"}, "another model: 'other'"),
-        ({"prefix": "other"}, "another prefix: 'other'"),
     ],
 )
 def test_damaged_calibrations(tmp_path: Path, change: str | dict[str, object], says: str) -> None:
-    """A file that is torn, has a value that cannot be, or is of another model or prefix, is refused with file and remedy."""
+    """A file that is torn, or has a value that cannot be, is refused with file and remedy."""
     path = write_calibration(tmp_path, CALIBRATION)
     path.write_text(change if isinstance(change, str) else json.dumps(CALIBRATION.as_dict() | change))
     with pytest.raises(ProfileError, match="cacheblend calibrate") as error:
@@ -189,16 +162,3 @@ def test_files_that_are_missing_or_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ProfileError, match="file"):
         write_profile(tmp_path / "file", linear_profile())
-
-
-def test_thresholds() -> None:
-    """KL and the right answers' likelihood have a threshold each; the second counts where there are right answers."""
-    allowed = Thresholds(max_kl=0.03, max_nll=0.01).allow
-    assert allowed(MEASURES)
-    assert allowed(replace(MEASURES, gold_nll_over_full_nats=-0.5))
-    assert not allowed(replace(MEASURES, gold_nll_over_full_nats=0.02))
-    assert not allowed(replace(MEASURES, first_token_kl_nats=0.031))
-    for name in ("max_kl", "max_nll"):
-        for value in (-0.1, float("nan"), True, "0.1"):
-            with pytest.raises(ConfigError, match=name):
-                Thresholds(**{name: value})  # type: ignore[arg-type]  # what a caller may do

@@ -28,11 +28,10 @@ def places(text: str, id_: str = "guide.md", title: str = "", **options: object)
 @given(
     text=st.text(st.sampled_from("ab .\n"), min_size=1, max_size=400).filter(str.strip),
     title=st.sampled_from(["", "Title", "Two\nlines"]),
-    split_at=st.sampled_from(["sentences", "tokens"]),
 )
-def test_lines_are_those_of_the_file(text: str, title: str, split_at: str) -> None:
+def test_lines_are_those_of_the_file(text: str, title: str) -> None:
     """In the file's lines that a chunk names stands its text, and no line more than that."""
-    texts, found = places(text, title=title, split_at=split_at, chunk_tokens=7)
+    texts, found = places(text, title=title, chunk_tokens=7)
     file, heads = text.split("\n"), f"{title}\n" if title else ""
     for number, (chunk, place) in enumerate(zip(texts, found, strict=True)):
         assert place.lines is not None

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from cacheblend.base.errors import InputError, RetrieverError
 from cacheblend.retriever import Chunk, Document, PlainTokenizer, RetrieverConfig, Splitter, splitter
-from cacheblend.retriever.config import SPLITS
 
 # What a chunk may have above chunk_tokens and the separator's tokens: up to three bytes of a character that the border would
 # have torn, and the re-tokenisation of its first and last word.
@@ -27,19 +26,17 @@ def split(text: str, title: str = "", **config: object) -> list[Chunk]:
     return Splitter(tiny_tokenizer(), RetrieverConfig(**config)).split(Document("d", title, text))  # type: ignore[arg-type]
 
 
-@given(
-    text=_texts, title=st.sampled_from(["", "A title", "題"]), chunk_tokens=st.integers(1, 60), split_at=st.sampled_from(SPLITS)
-)
+@given(text=_texts, title=st.sampled_from(["", "A title", "題"]), chunk_tokens=st.integers(1, 60))
 @settings(max_examples=150, deadline=None)
-def test_chunks_joined_are_the_content(text: str, title: str, chunk_tokens: int, split_at: str) -> None:
+def test_chunks_joined_are_the_content(text: str, title: str, chunk_tokens: int) -> None:
     """Without overlap the chunks' texts are the title's line and the text, cut; sizes and positions are as promised.
 
     A text that fits in one chunk is tokenised once, and is cut as a longer text is.
     """
-    chunks = split(text, title, chunk_tokens=chunk_tokens, split_at=split_at)
+    chunks = split(text, title, chunk_tokens=chunk_tokens)
     content = f"{title}\n{text}" if title else text
     assert "".join(chunk.text for chunk in chunks) == content
-    cut = PlainTokenizer(tiny_tokenizer()).cut(content, chunk_tokens, at_sentences=split_at == "sentences")
+    cut = PlainTokenizer(tiny_tokenizer()).cut(content, chunk_tokens, at_sentences=True)
     assert [chunk.text for chunk in chunks] == cut
     assert [chunk.position for chunk in chunks] == list(range(len(chunks)))
     separator_tokens = len(tiny_tokenizer()("\n\n", add_special_tokens=False)["input_ids"])
@@ -60,11 +57,12 @@ def test_overlapping_chunks_are_slices_that_cover_the_text(text: str, chunk_toke
 
 
 def test_overlap_repeats_the_end_of_the_chunk_before() -> None:
-    """With an overlap of two, a chunk begins with the last two tokens of the one before."""
+    """With an overlap of two, a piece begins with the last two tokens of the one before."""
     text = "for while class for while class"
     tokens = [tiny_tokenizer().decode([id_]) for id_ in tiny_tokenizer()(text, add_special_tokens=False)["input_ids"]]
-    chunks = split(text, chunk_tokens=4, chunk_overlap_tokens=2, split_at="tokens")
-    assert [chunk.text for chunk in chunks[:2]] == ["".join(tokens[:4]), "".join(tokens[2:6])]
+    pieces = PlainTokenizer(tiny_tokenizer()).cut(text, 4, 2)
+    assert pieces[:2] == ["".join(tokens[:4]), "".join(tokens[2:6])]
+    assert pieces[-1].endswith("class")
 
 
 def test_chunks_end_where_the_text_does() -> None:

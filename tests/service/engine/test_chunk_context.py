@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 from engines import BROUGHT, CHUNK_TOKENS, DOCUMENTS, POSITIONS, QUESTION, TOP_K, OpenEngine, ask, head_of, key_of, make_model
-from fakes import FakeEmbedder
 from prompts import assert_same_kv
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.blend import ChunkContext, Fusor
-from cacheblend.retriever import Chunk, PlainTokenizer, RetrieverConfig
-from cacheblend.service import Engine, EngineConfig
+from cacheblend.retriever import Chunk, PlainTokenizer
+from cacheblend.service import Engine
 from cacheblend.service.engine.chunk_context import POSITIONS_SHARE, chunk_context
 from cacheblend.service.engine.config import INSTRUCTION
 from cacheblend.store import ChunkKey, ChunkKV, context_digest
@@ -272,34 +271,6 @@ class TestFiller:
         with pytest.raises(ConfigError, match=r"context_filler.*filler\.txt"):
             open_engine(context_filler=str(path))
         assert not (tmp_path / "store").exists()
-
-    def test_the_models_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A `context.txt` in the model's folder stands in for the package's, also an empty one; a file and "none" win."""
-        folder = tmp_path / "model"
-        make_model(folder)
-        fusor = Fusor.from_pretrained(str(folder))
-        plain = PlainTokenizer(fusor.tokenizer)
-        (folder / "context.txt").write_text("of its own")
-        own = tuple(plain.ids("of its own\n\n"))
-        assert chunk_context(fusor, "auto", 0).filler_ids == own
-        assert chunk_context(fusor, "none", 0).filler_ids == ()
-        other = tmp_path / "other.txt"
-        other.write_text("of another")
-        assert chunk_context(fusor, str(other), 0).filler_ids == tuple(plain.ids("of another\n\n"))
-        config = EngineConfig(
-            model=str(folder), store_dir=tmp_path / "store", retriever=RetrieverConfig(chunk_tokens=CHUNK_TOKENS)
-        )
-        with Engine(config, fusor=fusor, embedder=FakeEmbedder()) as engine:
-            engine.ingest(BROUGHT)
-            (chunk,) = engine.retriever.chunks()
-            assert stored(engine) == {key_after(engine, chunk.token_ids, (), own)}
-        (folder / "context.txt").write_text("")
-        assert chunk_context(fusor, "auto", 0).filler_ids == ()
-        (tmp_path / "context.txt").write_text("of the working directory")
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(fusor.model.config, "_name_or_path", "")
-        monkeypatch.setattr(fusor.model, "name_or_path", "")
-        assert chunk_context(fusor, "auto", 0).filler_ids == ()  # the package's first passage is too long for this model
 
 
 @pytest.mark.parametrize("change", ["instruction", "filler", "document"])

@@ -15,7 +15,7 @@ from engines import QUESTION, OpenEngine
 from waiting import wait_until
 
 from cacheblend.service import Engine
-from cacheblend.service.engine.config import write_examples
+from cacheblend.service.engine.config import EXAMPLES_FILE
 from cacheblend.service.http.server import Server
 
 pytestmark = NEEDS_BROWSER
@@ -338,7 +338,7 @@ def test_a_file_of_a_known_name(page: Any, open_engine: OpenEngine, tmp_path: Pa
 def test_examples_beside_the_store_come_first(page: Any, open_engine: OpenEngine) -> None:
     """Questions that stand beside the store are offered before those about titles, once there are documents."""
     engine = open_engine()
-    write_examples(Path(engine.config.store_dir), ["Which lamp is green?", "<b>Where</b> is it?"])
+    Path(engine.config.store_dir, EXAMPLES_FILE).write_text('["Which lamp is green?", "<b>Where</b> is it?"]')
     with serving(engine) as (_, address):
         open_page(page, address)
         page.locator("#store", has_text="no documents yet").wait_for()
