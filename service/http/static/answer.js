@@ -20,12 +20,13 @@ function headingsOf(chunk) {
 const nameOf = (chunk) => [titled(chunk), ...headingsOf(chunk)].join(" \u203a ");
 const textOf = (chunk) => chunk.tokens.map((token) => token.text).join("");
 const recomputedOf = (chunk) => chunk.tokens.filter((token) => token.recomputed > 0).length;
-const FIGURE = /\p{N}+(?:[.,:]\p{N}+)*/gu;
+const WORD = /\p{N}+(?:[.,:]\p{N}+)*|[\p{L}\p{N}]+/gu;
 const NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split(" ");
 /** A word as it is compared: figures without the commas between thousands. */
 const plain = (word) => word.replace(/(?<=\p{N}),(?=\p{N}{3}(?!\p{N}))/gu, "");
-const allWords = (text) => (text.toLowerCase().match(/\p{N}+(?:[.,:]\p{N}+)*|[\p{L}\p{N}]+/gu) ?? []).map(plain);
-const isFigure = (word) => /^\p{N}/u.test(word);
+const allWords = (text) => (text.toLowerCase().match(WORD) ?? []).map(plain);
+/** A number, or a code that has one: one that a chunk does not have is not from it. */
+const isFigure = (word) => /\p{N}/u.test(word);
 /** What a text can be known by: its words of three letters or more, and its figures, however short. */
 const wordsOf = (text) => new Set(allWords(text).filter((word) => word.length >= 3 || isFigure(word)));
 /** The same of a chunk, with the figures that it has as words. */
@@ -131,8 +132,8 @@ function citeSentence(within, sentence, begin, { number, missing }, chunks) {
     else range.setStart(node, place);
     range.insertNode(link);
   }
-  for (const found of [...sentence.matchAll(FIGURE)].reverse()) {
-    if (!missing.includes(plain(found[0]))) continue;
+  for (const found of [...sentence.matchAll(WORD)].reverse()) {
+    if (!missing.includes(plain(found[0].toLowerCase()))) continue;
     const [node, place] = placeOf(within, begin + found.index + found[0].length);
     if (place < found[0].length) continue; // it goes over a mark
     const doubted = element("span", undefined, "doubt");

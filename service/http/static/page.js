@@ -83,7 +83,8 @@ function showReport(report) {
   const ratio = report.recompute_ratio === null ? "" : ` at ratio ${report.recompute_ratio}`;
   $("gain_number").textContent = inSeconds(firstToken(report));
   $("gain_words").textContent = "to the first token";
-  $("summary").textContent = `${counted(report.hits, "chunk")} from the store, ${report.misses} computed`;
+  $("summary").textContent =
+    report.hits + report.misses ? `${counted(report.hits, "chunk")} from the store, ${report.misses} computed` : "Computed without chunks";
   $("how").textContent =
     `${report.method}${ratio}: ${Math.round(report.recomputed_tokens)} of ${counted(report.reusable_tokens, "reused token")} recomputed; ` +
     `waited ${inSeconds(report.queue_s)} for other requests, and ${inSeconds(report.retrieve_s)} for the search.`;

@@ -88,7 +88,7 @@ def test_a_store_knows_what_it_was_made_with(run: CommandLine, passages: Path) -
     (run.store / "settings.json").unlink()
     outcome = run("ask", QUESTION, *store)
     assert outcome.code == 2, "neither the store names a model, nor is the default one fetched"
-    assert f"No --model was given: using {DEFAULT_MODEL}" in outcome.err
+    assert f"No model was given: using {DEFAULT_MODEL}" in outcome.err
     assert f"cacheblend model get {DEFAULT_MODEL}" in outcome.err
 
 

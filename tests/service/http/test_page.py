@@ -213,6 +213,7 @@ def test_sentences_lead_to_their_chunks(page: Any, address: str) -> None:
         ("No.", "", ""),
         ("27", "", "27"),
         ("The green lamp stands in Borealis for 19 days, `18` or 18.", "", "19"),
+        ("The green lamp stands in Borealis, says B18.", "", "B18"),
         ("The lamp stands in Borealis for 7 days.", "[5]", ""),  # the only one with the figure, though as a word
     ):
         page.evaluate(
