@@ -42,7 +42,7 @@ def explain(
         find: Callable[[str, str], list[Passage]] = find_passages
         if (store_dir / INDEX_FOLDER).is_dir():
             find = opened.enter_context(IndexedDocuments.open(store_dir / INDEX_FOLDER)).passages
-        found = FoundPassages.of(messages, find).as_dicts()
+        found = [one.as_dict() for one in FoundPassages.of(messages, find).passages]
     if as_json:
         terminal.print_json({"characters": sum(len(text) for _, text in messages), "passages": found})
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cacheblend.store import PASSAGES, ChunkKey
 from cacheblend.store.tiers import AdmissionFilter
@@ -26,41 +26,34 @@ REMEMBERED = 8192  # passages that came once; two requests further apart than so
 MAX_LOST = 8  # passages whose tokens are not in the prompt, after which no more are looked for
 
 
+class FoundPassage(NamedTuple):
+    """A `Passage` with the number of its message, and its text."""
+
+    message: int
+    text: str
+    start: int
+    end: int
+    reason: str
+    chunk: Chunk | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON: the chunk by its document."""
+        plain = self._asdict()
+        chunk = plain.pop("chunk")
+        return {**plain, "document_id": chunk and chunk.document_id}
+
+
 @dataclass(frozen=True, slots=True)
 class FoundPassages:
-    """The passages in the messages of a chat, or in the text of a completion.
+    """The passages in the messages of a chat, or in the text of a completion, in the prompt's order."""
 
-    Args:
-        texts: of each passage, in the prompt's order.
-        passages: where they stand in their messages, and why.
-        messages: number of each one's message.
-    """
-
-    texts: tuple[str, ...] = ()
-    passages: tuple[Passage, ...] = ()
-    messages: tuple[int, ...] = ()
+    passages: tuple[FoundPassage, ...] = ()
 
     @classmethod
     def of(cls, messages: Iterable[tuple[str, str]], find: Callable[[str, str], Iterable[Passage]]) -> FoundPassages:
         """Look through messages, a role and a text each; `find` has a text and its role."""
-        found = [
-            (text[one.start : one.end], one, number) for number, (role, text) in enumerate(messages) for one in find(text, role)
-        ]
-        return cls(*map(tuple, zip(*found, strict=True))) if found else cls()
-
-    def as_dicts(self) -> list[dict[str, Any]]:
-        """Plain values of each passage, for JSON; places are characters of its message."""
-        return [
-            {
-                "message": number,
-                "start": start,
-                "end": end,
-                "reason": reason,
-                "document_id": chunk and chunk.document_id,
-                "text": text,
-            }
-            for number, text, (start, end, reason, chunk) in zip(self.messages, self.texts, self.passages, strict=True)
-        ]
+        found = ((number, text, one) for number, (role, text) in enumerate(messages) for one in find(text, role))
+        return cls(tuple(FoundPassage(number, text[one.start : one.end], *one) for number, text, one in found))
 
     @property
     def are_retrieved(self) -> bool:
@@ -155,8 +148,8 @@ class PassageReuse:
         """See `Engine.explain`: each passage with its tokens in the prompt, and whether their KV is stored."""
         placed, stored = self._look_up(prompt.token_ids, found, namespace)
         shown = [
-            {**one, "tokens": place[1] - place[0] if place else 0, "stored": place is not None and chunk.key in stored}
-            for one, (chunk, place) in zip(found.as_dicts(), placed, strict=True)
+            {**one.as_dict(), "tokens": place[1] - place[0] if place else 0, "stored": bool(place) and chunk.key in stored}
+            for one, (chunk, place) in zip(found.passages, placed, strict=True)
         ]
         reused = sum(one["tokens"] for one in shown if one["stored"])
         blends = self._engine.fusor.exact_reason is None and reused >= LEAST_SHARE * len(prompt)
@@ -175,9 +168,9 @@ class PassageReuse:
     def _chunks(self, found: FoundPassages, namespace: str) -> Iterator[tuple[PromptChunk, int]]:
         """Each passage with the key of its KV, and how many tokens of that, those of a title, are not in the prompt."""
         rows = iter(self._rows([one.chunk for one in found.passages if one.chunk is not None], namespace))
-        for text, one in zip(found.texts, found.passages, strict=True):
+        for one in found.passages:
             if one.chunk is None:
-                token_ids = tuple(self._engine.prompts.text_ids(text))
+                token_ids = tuple(self._engine.prompts.text_ids(one.text))
                 yield PromptChunk(token_ids, self._naming.key(token_ids, (), PASSAGES + namespace)), 0
             else:
-                yield next(rows), len(self._engine.prompts.text_ids(one.chunk.text.partition(text)[0].lstrip()))
+                yield next(rows), len(self._engine.prompts.text_ids(one.chunk.text.partition(one.text)[0].lstrip()))
