@@ -34,7 +34,7 @@ from cacheblend.service.engine.config import read_examples
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.request import METHODS
 
-from . import chat, documents
+from . import chat, documents, messages
 from .config import LOOPBACK
 from .guard import ADMITTED, PAGE_FILES, ApiError, Guard, JsonRoute, RequestLog, answer_error, refused
 from .schemas import EmbeddingsBody
@@ -66,11 +66,11 @@ def create_app(server: Server) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,  # the address to go to would be made of the request's Host
         dependencies=[Depends(HTTPBearer(auto_error=False))] if server.keys.required else [],
-        responses={"default": {"description": 'An error: `{"error": {"message", "type", "param", "code"}}`.'}},
+        responses={"default": {"description": 'An error: `{"type": "error", "error": {"message", "type", "param", "code"}}`.'}},
         exception_handlers={CacheBlendError: answer_error, RequestValidationError: answer_error, HTTPException: answer_error},
     )
     app.state.server = server
-    for routes in (chat.router, documents.router, router):
+    for routes in (chat.router, messages.router, documents.router, router):
         app.include_router(routes)
     for path in PAGE_FILES:
         app.add_api_route(path, page_file, include_in_schema=False, response_class=Response)

@@ -46,16 +46,21 @@ Body = ChatBody | CompletionBody
 @router.post("/v1/chat/completions", responses=ANSWERS)
 async def chat(body: ChatBody, request: Request) -> Response:
     """Answer the last message over the nearest chunks, or over the documents given."""
+    return await answer_chat(body, request, Generation)
+
+
+async def answer_chat(body: ChatBody, request: Request, generation: type[Generation]) -> Response:
+    """The answer to a chat, in the words of a kind of `Generation`."""
     _check_tools(body, request.state.engine.prompts)
     defaults = request.app.state.server.template_kwargs
-    return await _respond(body, request, ChatChoice, partial(lay_out_chat, defaults=defaults))
+    return await _respond(body, request, ChatChoice, partial(lay_out_chat, defaults=defaults), generation)
 
 
 @router.post("/v1/completions", responses=ANSWERS)
 async def completion(body: CompletionBody, request: Request) -> Response:
     """Continue a text, after the documents given or, with `num_chunks`, the chunks nearest it."""
     words = request.app.state.server.grammars.words
-    return await _respond(body, request, TextChoice, partial(lay_out_completion, words=words))
+    return await _respond(body, request, TextChoice, partial(lay_out_completion, words=words), Generation)
 
 
 @router.post("/v1/chat/completions/explain")
@@ -153,16 +158,21 @@ def sampling_of(body: Body, grammars: GrammarCompiler, thoughts: Thoughts | None
 
 
 async def _respond(
-    body: Body, request: Request, choice_class: type[TextChoice], lay_out: Callable[[Engine, Any], Iterator[dict[str, Any]]]
+    body: Body,
+    request: Request,
+    choice_class: type[TextChoice],
+    lay_out: Callable[[Engine, Any], Iterator[dict[str, Any]]],
+    generation_class: type[Generation],
 ) -> Response:
     server: Server = request.app.state.server
     engine: Engine = request.state.engine
     # 1. Refuse what needs no work to be refused.
     server.check_model(body.model)
     server.check_count(body.documents)
-    choices, limit = body.prompts * (body.n or 1), server.scheduler.config.max_waiting
+    prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
+    choices, limit = prompts * (body.n or 1), server.scheduler.config.max_waiting
     if choices > limit:
-        raise refused("prompt" if body.prompts > 1 else "n", f"{choices} choices exceed max_waiting={limit}; ask for fewer")
+        raise refused("prompt" if prompts > 1 else "n", f"{choices} choices exceed max_waiting={limit}; ask for fewer")
     server.scheduler.check_room(request.state.tenant, server.preparing.count(request.state.tenant) + choices - 1)
 
     # 2. Lay out the prompts and make the grammar, in a thread.
@@ -184,9 +194,9 @@ async def _respond(
             for layout in lay_out(engine, body)
         ]
 
-    prompts = await run_call(server.preparing, request, prepare)
+    prepared = await run_call(server.preparing, request, prepare)
     # 3. Submit a request for each choice.
-    generation = Generation(request, prompts, body, choice_class)
+    generation = generation_class(request, prepared, body, choice_class)
     try:
         generation.submit()
         # 4. Answer, at once or streamed; an error before the first event is a response of its own, and no stream.
@@ -254,14 +264,26 @@ class Generation:
 
         def write() -> Response:
             made = [choice.add(done[index]) for index, choice in enumerate(self._choices)]
-            return JSONResponse({**self._head, "choices": made, "usage": self._usage(done), "cacheblend": self._report(done)})
+            answer = {**self._head, "choices": made, "usage": self._usage(done), "cacheblend": self._report(done)}
+            return JSONResponse(self.shown(answer))
 
         return await run_in_threadpool(write)
 
+    def shown(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """The complete answer in the words of this kind: OpenAI's."""
+        return answer
+
     async def pieces(self, index: int, event: Piece | Done) -> AsyncIterator[str]:
         """The texts of server-sent events, from the first event on."""
-        done: dict[int, Done] = {}
         has_usage = self._body.stream_options is not None and self._body.stream_options.include_usage
+        async for chunk in self.chunks(index, event, has_usage=has_usage):
+            yield server_event(chunk)
+        if "error" not in chunk:
+            yield "data: [DONE]\n\n"
+
+    async def chunks(self, index: int, event: Piece | Done, *, has_usage: bool) -> AsyncIterator[dict[str, Any]]:
+        """OpenAI's pieces of the answer, from the first event on; an error ends them."""
+        done: dict[int, Done] = {}
         no_usage = {"usage": None} if has_usage else {}  # as OpenAI has it
         while True:
             if isinstance(event, Done):
@@ -269,17 +291,16 @@ class Generation:
             is_last = len(done) == len(self._choices)
             if (choice := self._choices[index].add(event)) is not None:
                 report = {"cacheblend": await run_in_threadpool(self._report, done)} if is_last else {}
-                yield server_event({**self._head, "choices": [choice], **no_usage, **report})
+                yield {**self._head, "choices": [choice], **no_usage, **report}
             if is_last:
                 break
             try:
                 index, event = await self.next()
             except Exception as error:
-                yield server_event(error_body(error))
+                yield error_body(error)
                 return
         if has_usage:
-            yield server_event({**self._head, "choices": [], "usage": await run_in_threadpool(self._usage, done)})
-        yield "data: [DONE]\n\n"
+            yield {**self._head, "choices": [], "usage": await run_in_threadpool(self._usage, done)}
 
     def _report(self, done: Mapping[int, Done]) -> dict[str, Any] | list[dict[str, Any]]:
         """The report of each prompt's answer; the request's log line sums them up."""
@@ -306,7 +327,7 @@ class Generation:
             served.cancel()
 
 
-def server_event(value: dict[str, Any]) -> str:
+def server_event(value: Mapping[str, Any]) -> str:
     """One server-sent event."""
     return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False)}\n\n"
 

@@ -115,7 +115,7 @@ def refused(field: str, why: str, status: int = 400, code: str | None = "invalid
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    """`{"error": {"message", "type", "param", "code"}}`; what nobody foresaw, and paths, are in the log only."""
+    """`{"error": {"message", "type", "param", "code"}}`, as Anthropic too; what nobody foresaw, and paths, are in the log."""
     status, code = _status_and_code(error)
     message, param = str(error), error.field if isinstance(error, ConfigError) else getattr(error, "param", None)
     if code == INTERNAL:
@@ -123,7 +123,7 @@ def error_body(error: Exception) -> dict[str, Any]:
     elif isinstance(error, StoreFullError) and not isinstance(error, BudgetTooSmallError):
         message = NO_ROOM
     kind = KINDS.get(status) or ("invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"type": "error", "error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def error_response(error: Exception) -> JSONResponse:
@@ -301,7 +301,7 @@ class Guard:
         path, writes = scope["path"], scope["method"] not in READING
         host, origin = headers.get("host", "").lower(), headers.get("origin")
         self._check_host(host)
-        tenant = self._keys.tenant(headers.get("authorization"))
+        tenant = self._keys.tenant(headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}")
         if tenant is not None:
             scope.setdefault("state", {}).update(tenant=tenant, engine=self._engines[tenant])
         elif path not in PUBLIC_PATHS or writes:

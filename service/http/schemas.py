@@ -93,10 +93,10 @@ def _moved(schema: Any, place: str) -> Any:
 
 
 def _as_list(given: Any) -> Any:
-    """A text as a list of it."""
+    """A text, or the token ids of one, as a list of it."""
     if not isinstance(given, str | list):
         raise ValueError("must be a text, or a list of them")
-    return [given] if isinstance(given, str) else given
+    return [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
 
 
 def _as_parts(given: Any) -> Any:
@@ -111,16 +111,6 @@ def _as_part(part: Any) -> Any:
         case {"type": "thinking", "thinking": str() as text}:
             return {"type": "thinking", "text": text}
     return part
-
-
-def _as_prompts(given: Any) -> Any:
-    """One prompt, a text or its token ids, as a list of it."""
-    match given:
-        case str() | [int(), *_]:
-            return [given]
-        case list():
-            return given
-    raise ValueError("must be a text, its token ids, or a list of them")
 
 
 def _number_as_text(given: Any) -> Any:
@@ -141,7 +131,7 @@ def _limit_stops(given: list[str]) -> list[str]:
 
 
 def _without_token_ids(given: Any) -> Any:
-    if isinstance(given, list) and given and isinstance(given[0], int | list):
+    if isinstance(given, list) and given and isinstance(given[0], list):
         raise ValueError("give texts; token ids are other models' (in LangChain: check_embedding_ctx_length=False)")
     return given
 
@@ -169,7 +159,7 @@ PromptInput = Text | TokenIds | list[Text | TokenIds]
 Prompts = Annotated[
     list[Prompt],
     Field(min_length=1, max_length=2048, fail_fast=True),
-    BeforeValidator(_as_prompts, json_schema_input_type=PromptInput),
+    BeforeValidator(_as_list, json_schema_input_type=PromptInput),
 ]
 InputTexts = Annotated[list[Text], Field(min_length=1, max_length=2048, fail_fast=True)]  # as many as OpenAI takes
 Inputs = Annotated[InputTexts, BeforeValidator(_without_token_ids), ListOfTexts]
@@ -409,11 +399,6 @@ class GenerationBody(StrictModel):
         return []
 
     @property
-    def prompts(self) -> int:
-        """How many prompts there are, of `n` choices each."""
-        return 1
-
-    @property
     def answer_schema(self) -> tuple[str, Schema] | None:
         """The field that asks for JSON, and the schema that the answer must have; None for an answer in any words."""
         form = self.response_format
@@ -472,10 +457,6 @@ class CompletionBody(GenerationBody):
     best_of: Literal[1] | None = 1
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     suffix: None = None
-
-    @property
-    def prompts(self) -> int:
-        return len(self.prompt)
 
     @property
     def returned_logprobs(self) -> int | None:

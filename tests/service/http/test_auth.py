@@ -92,7 +92,8 @@ def test_one_key(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
             assert code_of(httpx.post(f"{address}/v1/chat/completions", json=CHAT, headers=headers)) == (401, "invalid_api_key")
             assert httpx.get(f"{address}/health", headers=headers).status_code == 200
         key = bearer("one")
-        assert httpx.post(f"{address}/v1/chat/completions", json=CHAT, headers=key, timeout=60).status_code == 200
+        for headers in (key, {"x-api-key": KEY}):  # the latter is Anthropic's
+            assert httpx.post(f"{address}/v1/chat/completions", json=CHAT, headers=headers, timeout=60).status_code == 200
         assert len(httpx.get(f"{address}/v1/documents", headers=key).json()["data"]) == len(DOCUMENTS)
     assert KEY not in caplog.text
     with pytest.raises(ConfigError, match="not shown") as wrong:

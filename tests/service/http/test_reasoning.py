@@ -141,6 +141,20 @@ def test_openai(client: openai.OpenAI, documents: Any) -> None:
 
 
 @pytest.mark.usefixtures("says")
+def test_anthropic(client: openai.OpenAI) -> None:
+    """Thoughts are a block before the text's in Anthropic's words, and are switched off in them."""
+    body = {"max_tokens": 120, "messages": MESSAGES, "num_chunks": 0}
+    url = f"{client.base_url}messages"
+    thoughts = {"type": "thinking", "thinking": THOUGHTS, "signature": ""}
+    for thinking, blocks in (("enabled", [thoughts]), ("disabled", [])):
+        asked = {**body, "thinking": {"type": thinking}}
+        assert httpx.post(url, json=asked, timeout=60).json()["content"] == [*blocks, {"type": "text", "text": SAID}]
+        lines = httpx.post(url, json={**asked, "stream": True}, timeout=60).text.splitlines()
+        opened = [json.loads(line[6:])["content_block"]["type"] for line in lines if '"content_block_start"' in line]
+        assert opened == ["thinking", "text"][1 - len(blocks) :]
+
+
+@pytest.mark.usefixtures("says")
 def test_langchain(client: openai.OpenAI) -> None:
     """`ChatOpenAI` gets what is said as content, invoked and streamed, and the tokens of thoughts in its usage."""
     langchain_openai = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")

@@ -117,7 +117,7 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
     ),
 ]
 OTHER_FIELDS: list[tuple[str, dict[str, Any], str]] = [
-    (TEXTS, {**TEXT, "prompt": 7}, "prompt: must be a text, its token ids, or a list of them"),
+    (TEXTS, {**TEXT, "prompt": 7}, "prompt: must be a text, or a list of them"),
     (TEXTS, {**TEXT, "prompt": []}, "prompt: must have at least 1 item"),
     (TEXTS, {**TEXT, "prompt": ["a", ""]}, "prompt is empty; give some text to continue"),
     (TEXTS, {**TEXT, "prompt": ["a"] * 33, "n": 2}, "prompt: 66 choices exceed max_waiting=64; ask for fewer"),

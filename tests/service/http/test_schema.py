@@ -27,7 +27,12 @@ def test_no_request_breaks_it(engine: Engine) -> None:
     """Requests that the schema allows, and ones that it forbids, are answered on every route as it says, streams too."""
     with serving(engine, max_documents=5) as (_, address):
         described = httpx.get(f"{address}/openapi.json").json()
-        for body in ("ChatBody", "CompletionBody", "EmbeddingsBody"):  # nothing else comes further than the model's name
+        for body in (
+            "ChatBody",
+            "CompletionBody",
+            "EmbeddingsBody",
+            "MessagesBody",
+        ):  # nothing else comes further than the model's name
             described["components"]["schemas"][body]["properties"]["model"] = {"type": "string", "enum": [MODEL]}
         schema = schemathesis.openapi.from_dict(described)
         modes = [schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE]

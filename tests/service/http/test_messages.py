@@ -1,0 +1,99 @@
+"""Anthropic's API over the same chats; the events are read as its documentation and client have them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from api import MODEL
+from engines import QUESTION
+
+USER = {"role": "user", "content": QUESTION}
+ASKED: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "messages": [USER], "num_chunks": 2}
+EPHEMERAL = {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}
+
+
+def events_of(client: httpx.Client, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a stream, each named twice."""
+    found = []
+    for part in client.post("/v1/messages", json={**body, "stream": True}).text.strip().split("\n\n"):
+        name, _, data = part.partition("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that a stream makes up."""
+    start, *events = events
+    assert (start["type"], events[-1]) == ("message_start", {"type": "message_stop"})
+    message: dict[str, Any] = start["message"]
+    for event in events[:-1]:
+        match event:
+            case {"type": "content_block_start", "content_block": block, "index": index}:
+                assert index == len(message["content"])
+                message["content"].append(block)
+            case {"type": "content_block_delta", "delta": delta, "index": index}:
+                block = message["content"][index]
+                assert delta["type"] == f"{block['type']}_delta"
+                block[block["type"]] += delta[block["type"]]
+            case {"type": "message_delta", "delta": delta, "usage": usage}:
+                message.update(delta, usage=usage)
+    stopped = [event["index"] for event in events if event["type"] == "content_block_stop"]
+    assert stopped == list(range(len(message["content"])))
+    return message
+
+
+def test_a_chat(client: httpx.Client) -> None:
+    """A message is the chat's answer, whole and streamed; system is its first turn; cached tokens are counted apart."""
+    turns = [{"role": "system", "content": "Be brief."}, USER]
+    for system in ("Be brief.", [EPHEMERAL]):
+        chat = client.post("/v1/chat/completions", json={**ASKED, "messages": turns}).json()
+        body = {**ASKED, "system": system, "metadata": {"user_id": "1"}, "thinking": {"type": "disabled"}}
+        whole = client.post("/v1/messages", json=body).json()
+        assert whole["content"] == [{"type": "text", "text": chat["choices"][0]["message"]["content"]}]
+        assert (whole["type"], whole["role"], whole["model"], whole["stop_reason"]) == (
+            "message",
+            "assistant",
+            MODEL,
+            "max_tokens",
+        )
+        usage = whole["usage"]
+        assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
+        assert usage["cache_read_input_tokens"] > 0
+        streamed = joined(events_of(client, body))
+        assert (streamed["content"], streamed["stop_reason"]) == (whole["content"], "max_tokens")
+        assert streamed["usage"]["output_tokens"] == chat["usage"]["completion_tokens"]
+
+
+def test_stop_sequences(client: httpx.Client) -> None:
+    """The sequence that ended the answer is said."""
+    text = client.post("/v1/messages", json=ASKED).json()["content"][0]["text"]
+    body = {**ASKED, "stop_sequences": ["never", text[3:5]]}
+    for message in (client.post("/v1/messages", json=body).json(), joined(events_of(client, body))):
+        assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", text[3:5])
+        assert message["content"] == [{"type": "text", "text": text.partition(text[3:5])[0]}]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"max_tokens": None}, "max_tokens: is missing"),
+        ({"tools": [{"name": "f", "input_schema": {}}]}, "tools: is not supported; leave it out"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "messages.0.content.0.type: this service",
+        ),
+        ({"stop_sequences": [[]]}, "stop_sequences.0: must be a valid string"),
+        ({"mcp_servers": []}, "mcp_servers: is no field of this request"),
+        ({"n": 2}, "n: must be 1"),
+    ],
+)
+def test_what_is_refused(client: httpx.Client, change: dict[str, Any], named: str) -> None:
+    """What is not served is refused in Anthropic's form of errors."""
+    response = client.post("/v1/messages", json={**ASKED, **change})
+    error = response.json()
+    assert (response.status_code, error["type"], error["error"]["type"]) == (400, "error", "invalid_request_error")
+    assert error["error"]["message"].startswith(named)
