@@ -58,9 +58,9 @@ def calibrate(
     """Measure what blending loses on your documents, and store the cheapest setting within a loss; the service starts with it.
 
     Examples:
-        cacheblend calibrate ./model ./handbook --store-dir ./store
 
-        cacheblend calibrate smollm2-135m ./handbook --questions questions.jsonl --max-kl 0.02 --json
+        cacheblend calibrate ./model ./handbook --store-dir ./store
+        cacheblend calibrate ./model ./handbook --questions questions.jsonl
     """
     terminal.hush_libraries()
 

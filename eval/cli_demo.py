@@ -61,10 +61,9 @@ def demo(
     For documents and questions of your own see `cacheblend eval documents` and `cacheblend calibrate`.
 
     Examples:
+
         cacheblend demo
-
         cacheblend demo --small --yes --questions all --json
-
         cacheblend demo ./model
     """
     if questions != "all" and not (questions.isdecimal() and int(questions)):

@@ -124,11 +124,10 @@ def data_set(
     """Measure the methods on this data set. Without --max-tokens an answer is as long as the data set says.
 
     Examples:
-        cacheblend eval musique --data ./data --model ./model --json
 
-        cacheblend eval 2wikimqa_shared --data ./data --model ./model --preset extended --methods full_recompute,blend
-
-        cacheblend eval squad_shared --data ./data --model ./model --prompt few-shot --chunking passage --order gold-middle
+        cacheblend eval musique --data ./data --json
+        cacheblend eval 2wikimqa_shared --data ./data --preset extended
+        cacheblend eval squad_shared --data ./data --chunking passage
     """
     if preset not in PRESETS:
         raise ConfigError("preset", preset, f"one of {', '.join(PRESETS)}")
@@ -163,9 +162,9 @@ def documents(
     """Measure the methods on your own documents and questions; right answers are not needed.
 
     Examples:
-        cacheblend eval documents ./handbook --questions questions.txt --model ./model
 
-        cacheblend eval documents ./handbook --questions questions.jsonl --model ./model --ratios 0.05,0.15,0.3 --json
+        cacheblend eval documents ./handbook --questions questions.txt
+        cacheblend eval documents ./handbook --questions q.txt --ratios 0.05,0.3
     """
     source = DocumentsSource(documents=folder, questions=questions, cases=cases, preset=_changed(Preset(), settings))
     _run(source, model, out, settings, as_json=as_json)
@@ -184,8 +183,8 @@ def report(
     """Print runs as Markdown tables, and several side by side.
 
     Examples:
-        cacheblend eval report runs/musique-* > results.md
 
+        cacheblend eval report runs/musique-* > results.md
         cacheblend eval report runs/musique --figure loss.png
     """
     from cacheblend.eval.run.folder import RunFolder

@@ -36,9 +36,9 @@ def load(
     """Ask servers a data set's questions at random moments, at several rates: percentiles of TTFT, and throughput.
 
     Examples:
-        cacheblend eval load squad_shared --data ./data --address http://127.0.0.1:8000 --rates 0.5,1,2 --json
 
-        cacheblend eval load squad_shared --data ./data --address http://127.0.0.1:8000 --peer vllm=http://127.0.0.1:8001
+        cacheblend eval load squad_shared --address http://127.0.0.1:8000
+        cacheblend eval load squad_shared --peer vllm=http://127.0.0.1:8001
     """
     wording, examples = data_set(name).wording, read_examples(find_file(name, data))
     requests = [LoadRequest.from_example(example, wording, num_chunks) for example in itertools.islice(examples, cases)]

@@ -41,9 +41,9 @@ def ask(
     The answer is shown as it comes, and ends after 512 tokens at the latest unless --max-tokens says otherwise.
 
     Examples:
-        cacheblend ask "Who founded the company?"
 
-        cacheblend ask "Who founded the company?" -m ./model --method full_recompute --json
+        cacheblend ask "Who founded the company?"
+        cacheblend ask "Who founded the company?" --method full_recompute --json
     """
     if not store_dir.is_dir():
         raise InputError(f"there is no store at {store_dir}; `cacheblend ingest` makes one, or name another with --store-dir")

@@ -31,6 +31,7 @@ def explain(
     """Show which passages are found in a request's messages, and why; no model is loaded.
 
     Examples:
+
         cacheblend explain request.json --store-dir store
     """
     from cacheblend.retriever.index import IndexedDocuments

@@ -62,16 +62,12 @@ def ingest(
     the exit code is 1. Hidden and ignored files are left out.
 
     Examples:
+
         cacheblend ingest handbook/ "papers/**/*.pdf" notes.docx --model ./model
-
         cacheblend ingest https://example.org/handbook.html --model ./model
-
         cacheblend ingest handbook/ --model ./model --prune
-
         cacheblend ingest handbook/ --model ./model --watch
-
         cacheblend ingest corpus/ -m ./model --ray local --ray-actors 2
-
         cacheblend ingest handbook/ --vllm http://localhost:8000
     """
     ray, vllm = settings.make(RayConfig), settings.make(VllmConfig)

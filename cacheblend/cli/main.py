@@ -19,6 +19,9 @@ from cacheblend.base.options import VARIABLES, refuse_gone
 from . import terminal
 
 
+HELP = ["-h", "--help"]
+
+
 class LazyCommand(TyperCommand):
     """A command whose module is imported when it is invoked; `target` is `module:attribute`, a function or a `typer.Typer`."""
 
@@ -35,11 +38,22 @@ class LazyCommand(TyperCommand):
             holder.add_typer(target, name=self.name)
         else:
             holder.command(self.name)(target)
-        return get_group(holder).commands[str(self.name)]
+        command = get_group(holder).commands[str(self.name)]
+        for each in (command, *getattr(command, "commands", {}).values()):
+            _untyped_flags(each.get_params(typer.Context(each, help_option_names=HELP)))
+        return command
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Parse the arguments of the command itself; its context names it, so that it is what is invoked."""
         return self.load().make_context(info_name, args, parent=parent, **extra)
+
+
+def _untyped_flags(parameters: list[Any]) -> list[Any]:
+    """The parameters, of which help shows no `<bool>` after a flag, as if it took a value."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters
 
 
 _HERE, _EVAL = "cacheblend.cli", "cacheblend.eval"
@@ -68,6 +82,9 @@ class _LazyGroup(TyperGroup):
         for command in COMMANDS:
             self.add_command(command)
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _untyped_flags(super().get_params(ctx))
+
 
 app = typer.Typer(
     name="cacheblend",
@@ -76,7 +93,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": HELP},
 )
 
 

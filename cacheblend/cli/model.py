@@ -35,8 +35,8 @@ def get(
     It lies in the user's cache folder (XDG_CACHE_HOME); nothing is installed. A second time does nothing.
 
     Examples:
-        cacheblend model get smollm2-135m && cacheblend ask -m smollm2-135m "Who signs?" --store-dir ./store
 
+        cacheblend model get smollm2-135m
         cacheblend model get gemma3-270m --accept-licence --json
     """
     terminal.hush_libraries()
@@ -64,7 +64,9 @@ def _fetch(model: KnownModel, *, accept_licence: bool = False) -> bool:
 def ls(as_json: options.Json = False) -> None:
     """List the known models, and which of them are on this machine.
 
-    Example: cacheblend model ls --json
+    Examples:
+
+        cacheblend model ls --json
     """
     from cacheblend.blend.models import KNOWN_MODELS
 
@@ -137,8 +139,8 @@ def profile(
     It is written beside the store and found again by model, device and version. Measure on a quiet machine.
 
     Examples:
-        cacheblend profile ./model --store-dir ./store
 
+        cacheblend profile ./model --store-dir ./store
         cacheblend profile ./model --length 512 --length 2048 --repeats 5 --json
     """
     terminal.hush_libraries()
@@ -181,7 +183,9 @@ def plan(
 ) -> None:
     """Compare storage devices for a model's KV, at example prices, and name the cheapest that adds no delay to a request.
 
-    Example: cacheblend plan ./store/profiles/PROFILE.json --tokens 4096
+    Examples:
+
+        cacheblend plan ./store/profiles/PROFILE.json --tokens 4096
     """
     measured = load_profile(file)
     choices = compare_devices(measured, tokens=tokens, ratio=ratio, chunk_tokens=chunk_tokens, stored_tokens=stored_tokens)

@@ -99,10 +99,9 @@ def serve(
     """Serve the OpenAI-shaped HTTP API and the web page, until interrupted. Logs go to stderr.
 
     Examples:
+
         cacheblend serve
-
         cacheblend serve --model ./model --store-dir ./store
-
         cacheblend serve --config cacheblend.toml --port 9000
     """
     if os.environ.get("CACHEBLEND_API_KEY") == "":
@@ -137,7 +136,8 @@ def serve(
 def api_key(as_json: options.Json = False) -> None:
     """Make an API key for a tenant, and print it with the hash that stands in the config file.
 
-    Example:
+    Examples:
+
         cacheblend api-key
     """
     key = new_key()

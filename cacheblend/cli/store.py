@@ -46,7 +46,9 @@ def open_store(store_dir: Path, config: StoreConfig | None = None) -> KVStore:
 def ls(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
     """List the stored chunks, the least recently used first.
 
-    Example: cacheblend store ls --store-dir ./store --json
+    Examples:
+
+        cacheblend store ls --store-dir ./store --json
     """
     with open_store(store_dir) as store:
         entries = store.ls()
@@ -72,7 +74,9 @@ def _time(nanoseconds: int) -> str:
 def stat(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
     """Entries, tokens and bytes, by model.
 
-    Example: cacheblend store stat --store-dir ./store
+    Examples:
+
+        cacheblend store stat --store-dir ./store
     """
     by_model = defaultdict[str, Counter[str]](Counter)
     with open_store(store_dir) as store:
@@ -100,7 +104,9 @@ def verify(
     A document that is damaged in the index cannot be repaired: --repair removes it there. Its KV stays for when it is ingested
     again, or until it is deleted.
 
-    Example: cacheblend store verify --store-dir ./store --repair
+    Examples:
+
+        cacheblend store verify --store-dir ./store --repair
     """
     with open_store(store_dir) as store, terminal.progress_bars() as progress:
         report = store.verify(repair=repair, on_progress=lambda done, total: progress("verify", done, total))
@@ -141,7 +147,9 @@ def _print_found(report: VerifyReport, index: IndexReport | None) -> None:
 def clear(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, yes: Yes = False, as_json: options.Json = False) -> None:
     """Remove every stored chunk KV; documents stay in the index, and their KV is computed anew when it is needed.
 
-    Example: cacheblend store clear --store-dir ./store --yes
+    Examples:
+
+        cacheblend store clear --store-dir ./store --yes
     """
     with open_store(store_dir) as store:
         entries = len(store.ls())
@@ -159,7 +167,9 @@ def list_documents(
 ) -> None:
     """List the documents, and how much of each one's KV is stored. The pages of a file are one.
 
-    Example: cacheblend documents ls --store-dir ./store --json
+    Examples:
+
+        cacheblend documents ls --store-dir ./store --json
     """
     with _open_documents(store_dir) as opened:
         found, _ = opened.page(by_file=not parts)
@@ -175,7 +185,9 @@ def list_documents(
 def show(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
     """Show a document and the chunks that it was split into.
 
-    Example: cacheblend documents show handbook/travel.md --store-dir ./store
+    Examples:
+
+        cacheblend documents show handbook/travel.md --store-dir ./store
     """
     with _open_documents(store_dir) as opened:
         status, chunks = opened.show(id_)
@@ -202,7 +214,9 @@ def delete(
 ) -> None:
     """Remove a document, or a file with all its pages, and the KV of the chunks that no other document has.
 
-    Example: cacheblend documents delete handbook/travel.md --store-dir ./store --yes
+    Examples:
+
+        cacheblend documents delete handbook/travel.md --store-dir ./store --yes
     """
     with _open_documents(store_dir, settings.make(StoreConfig)) as opened:
         if not yes:
@@ -217,7 +231,9 @@ def delete(
 def pin(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
     """Keep the KV of the chunks of a document, or a file, from being evicted.
 
-    Example: cacheblend documents pin handbook/travel.md --store-dir ./store
+    Examples:
+
+        cacheblend documents pin handbook/travel.md --store-dir ./store
     """
     with _open_documents(store_dir) as opened:
         _print_status(opened.pin(id_), "pinned", as_json)
@@ -227,7 +243,9 @@ def pin(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_jso
 def unpin(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
     """Let the KV of the chunks of a document, or a file, be evicted again.
 
-    Example: cacheblend documents unpin handbook/travel.md --store-dir ./store
+    Examples:
+
+        cacheblend documents unpin handbook/travel.md --store-dir ./store
     """
     with _open_documents(store_dir) as opened:
         _print_status(opened.pin(id_, pinned=False), "unpinned", as_json)

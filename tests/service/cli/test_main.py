@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from script_modules import load_script
 from typer.main import get_command
 
 from cacheblend.base.options import GONE_OPTIONS, options_of
-from cacheblend.cli.main import COMMANDS, LazyCommand, app, main
+from cacheblend.cli.main import COMMANDS, HELP, LazyCommand, app, main
 from cacheblend.retriever.catalog import Catalog
 from cacheblend.retriever.index import INDEX_FILE
 from cacheblend.service import EngineConfig
@@ -23,6 +24,8 @@ from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.serving.scheduler import ServingConfig
 from cacheblend.store import KVStore, StoreConfig
 
+ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OPTIONS = options_of(EngineConfig, ServingConfig, HttpConfig)
 
 
@@ -68,8 +71,43 @@ def test_command(command: LazyCommand) -> None:
     assert found.help == command.help
     loaded = found.load()
     for each in getattr(loaded, "commands", {"": loaded}).values():
-        assert re.search(rf"Examples?:\s+cacheblend {command.name}", each.help), each.name
+        _, _, examples = each.help.partition("Examples:\n\n")
+        assert examples, each.name
+        for example in examples.split("\n"):
+            assert len(example) <= 78, "an example has a line of its own at 80 columns"
+            _parse(example.strip(), all_of_it=True)
+        assert "<bool>" not in each.get_help(typer.Context(each, help_option_names=HELP)), each.name
         assert GONE_OPTIONS.keys().isdisjoint(parameter.name for parameter in each.params), each.name
+
+
+def _parse(line: str, *, all_of_it: bool) -> None:
+    """Parse a command of the line and its values, unless the command or an option is none; `all_of_it` wants arguments too."""
+    words = shlex.split(re.split(r" (?:\||&&|>) |\.\.\.", line)[0], comments=True)[1:]
+    found: Any = get_command(app)
+    context = typer.Context(found)
+    while words and hasattr(found, "get_command") and not words[0].startswith("-"):
+        found = found.get_command(context, words.pop(0))
+        assert found is not None, line
+        found = found.load() if isinstance(found, LazyCommand) else found
+        context = typer.Context(found, help_option_names=HELP)
+    values, rest, _ = found.make_parser(context).parse_args(words)
+    for parameter in found.params:
+        given = values.get(parameter.name)
+        assert given or not parameter.required or not all_of_it, f"{line}: {parameter.name}"
+        if given and given is not True and parameter.name != "config":
+            parameter.process_value(context, given)
+    assert not rest, line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_of_the_docs(page: Path) -> None:
+    """Each command of a page is one that there is, with its options; in a block it is complete."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    blocks = "".join(re.findall(r"```(?:sh|bash)\n(.*?)```", text, re.DOTALL))
+    for line in re.findall(r"(?m)^(?:[A-Z_]+=\S+ |\S+/bin/)*(cacheblend .*)$", blocks):
+        _parse(line, all_of_it=True)
+    for line in re.findall(r"`(cacheblend [^`\n]+)`", text):
+        _parse(line, all_of_it=False)
 
 
 def test_a_gone_option_names_its_place_taker(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
