@@ -18,7 +18,6 @@ from cacheblend.base.options import VARIABLES, refuse_gone
 
 from . import terminal
 
-
 HELP = ["-h", "--help"]
 
 
