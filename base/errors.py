@@ -42,7 +42,7 @@ class MissingExtraError(CacheBlendError, ImportError):
     """An optional package is not installed; an extra of this one brings it."""
 
     def __init__(self, module: str, extra: str) -> None:
-        super().__init__(f"{module} is not installed; run: pip install 'cacheblend[{extra}]'", name=module)
+        super().__init__(f"{module} is not installed; in the checkout run: pip install '.[{extra}]'", name=module)
         self.extra = extra
 
 

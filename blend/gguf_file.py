@@ -8,8 +8,10 @@ from, and half of float32's bytes.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -35,6 +37,7 @@ logging.getLogger("transformers.quantizers.quantizer_gguf").setLevel(logging.ERR
 # llama.cpp's names of the verified families that transformers reads from GGUF; each goes there and back in the tests.
 ARCHITECTURES = ("gemma2", "gemma3", "llama", "phi3", "qwen2", "qwen3")
 ORIGIN = "origin.json"  # written last
+WEIGHTS_PER_MINUTE = 250e6  # that one core converts
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
 # Vocabularies whose text is split into single digits first, which transformers leaves out.
 _DIGITS_APART = ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder")
@@ -51,12 +54,14 @@ class GGUFHeader:
     """Header of a GGUF file.
 
     Attributes:
+        weights: their number.
         dtype: the dtype to run in: the file's own where it holds plain floats, bfloat16 where it is quantised.
         has_tokenizer: a vocabulary is in the file.
         pre_tokenizer: llama.cpp's name for how text is split before merging; "" where there is none.
         rope_factors: what each frequency of its rope is divided by; empty where it is not scaled.
     """
 
+    weights: int
     dtype: str
     has_tokenizer: bool
     pre_tokenizer: str
@@ -105,12 +110,21 @@ def convert_gguf(path: Path) -> Path:
     digest = file_digest(path)
     folder = converted_folder(path.stem, digest)
     if not is_converted(folder):
-        stage = {"stage": "converting the model"}
-        logger.warning("converting %s once into %s, in a minute or so", path, folder, extra=stage)
+        header, stage = read_header(path), {"stage": "converting the model"}
+        price = conversion_price(header.weights, header.dtype)
+        logger.warning("converting %s once into %s: %s", path, folder, price, extra=stage)
         with new_folder(folder) as partial:
             if partial is not None:
+                if (free := shutil.disk_usage(partial).free) < header.weights * getattr(torch, header.dtype).itemsize:
+                    raise OSError(errno.ENOSPC, f"{price} are needed, and {free / 1e9:.1f} GB are free")
                 convert_into(partial, path, {"file": path.name, "gguf_sha256": digest})
     return folder
+
+
+def conversion_price(weights: int, dtype: str) -> str:
+    """What a conversion costs, in words: disk, memory and time."""
+    size_gb, minutes = weights * getattr(torch, dtype).itemsize / 1e9, math.ceil(weights / WEIGHTS_PER_MINUTE)
+    return f"{weights / 1e6:,.0f} M weights become {size_gb:.1f} GB on disk and in memory, in about {minutes} min"
 
 
 @contextmanager
@@ -243,6 +257,7 @@ def read_header(path: Path) -> GGUFHeader:
         raise UnsupportedModelError(f"{path}: {reasons[0]}, which transformers does not read from GGUF; {_FOLDER_ONLY}")
     kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
     return GGUFHeader(
+        weights=sum(int(tensor.n_elements) for tensor in reader.tensors),
         dtype="float32" if kinds <= {"F32"} else "float16" if kinds <= {"F32", "F16"} else "bfloat16",
         has_tokenizer="tokenizer.ggml.tokens" in reader.fields,
         pre_tokenizer=str(fields.get("tokenizer.ggml.pre", "")),

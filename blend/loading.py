@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from cacheblend.base.errors import InputError, UnsupportedModelError
 
 from .compiled_file import has_feature
-from .families import drops_softcap, fingerprint_directory, fingerprint_module, weight_files
+from .families import drops_softcap, exact_reason, fingerprint_directory, fingerprint_module, weight_files
 from .gguf_file import convert_gguf, has_tokenizer_files, is_gguf
 from .interfaces import KVGeometry
 from .models import KNOWN_MODELS, NEAR, find_model
@@ -141,19 +141,32 @@ def load_tokenizer(path_or_hub_id: str, **kwargs: Any) -> Any:
         return None
 
 
-def kv_geometry(path_or_hub_id: str, device: torch.device, dtype: DTypeOption) -> KVGeometry:
-    """Shape and dtype of a model's KV by its config, without its weights; see `load_model`.
+def read_config(path_or_hub_id: str) -> Any:
+    """The config of a model, see `locate_model`, or of its config.json; a GGUF file is not converted for it.
 
     Raises:
         InputError: no model there.
     """
-    name = locate_model(path_or_hub_id)
+    name = str(path_or_hub_id)
+    options = {"gguf_file": Path(name).name} if is_gguf(name) else {}
+    found = str(Path(name).parent) if options or Path(name).name == "config.json" else locate_model(name)
     try:
-        full = transformers.AutoConfig.from_pretrained(name, **NO_CODE)
-    except (OSError, ValueError) as error:
+        return transformers.AutoConfig.from_pretrained(found, **options, **NO_CODE)
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise InputError(f"the config of the model {name!r} cannot be read: {error}") from error
+
+
+def count_weights(config: Any) -> tuple[int, str | None]:
+    """The number of a model's weights, without memory for them, and the reason why it is served exactly, if it is."""
+    with torch.device("meta"):
+        model = class_for("", {"config": config}).from_config(config)
+    return sum(weights.numel() for weights in model.parameters()), exact_reason(model)
+
+
+def kv_geometry(full: Any, device: torch.device, dtype: DTypeOption) -> KVGeometry:
+    """Shape and dtype of a model's KV by its config (`read_config`), without its weights."""
     config: Any = full.get_text_config(decoder=True)
-    dtype = _resolve_dtype(dtype, name, device, {"config": full})
+    dtype = _resolve_dtype(dtype, "", device, {"config": full})
     looks = getattr(config, "cross_attention_layers", None) or ()  # Mllama's, at images alone
     layers = int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", None) or 0) - len(looks)
     heads = tuple(map(_heads, getattr(config, "per_layer_config", None) or [config] * layers))[:layers]

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from cacheblend.base.errors import ConfigError
 from cacheblend.cli import main as cli
 from cacheblend.service.http import metrics
+from cacheblend.service.http.config import HttpConfig
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
@@ -60,7 +61,7 @@ def test_the_image_has_what_a_deployment_asks_for() -> None:
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
-    """Every metric in a panel is one that the service exports, and the panels use the data source that is provisioned."""
+    """Every metric in a panel or an alert is one that the service exports, and panels use the provisioned data source."""
     dashboard = json.loads((DEPLOY / "grafana" / "cacheblend.json").read_text())
     source = Path(metrics.__file__).read_text()
     names = set(re.findall(r'"(cacheblend_[a-z_]+)"', source)) | {
@@ -71,9 +72,21 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     uid = yaml.safe_load((DEPLOY / "grafana" / "datasource.yaml").read_text())["datasources"][0]["uid"]
     for panel in dashboard["panels"]:
         assert panel["datasource"]["uid"] == uid
-        for target in panel["targets"]:
-            for name in re.findall(r"cacheblend_[a-z_]+", target["expr"]):
-                assert name in names or re.sub(r"_(total|bucket|sum|count)$", "", name) in names
+    alerts = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"][0]["rules"]
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]] + [rule["expr"] for rule in alerts]
+    for name in re.findall(r"cacheblend_[a-z_]+", " ".join(asked)):
+        assert name in names or re.sub(r"_(total|bucket|sum|count)$", "", name) in names, name
+
+
+@pytest.mark.parametrize("file", ["Caddyfile", "nginx.conf"])
+def test_proxies_agree_with_the_defaults(file: str) -> None:
+    """A proxy passes the largest upload, keeps connections for less time than the service, and hides the metrics."""
+    text, http = (DEPLOY / file).read_text(), HttpConfig()
+    [megabytes] = re.findall(r"(?:max_size|client_max_body_size) (\d+)(?:MiB|m)", text)
+    [seconds] = re.findall(r"keepalive(?:_timeout)? (\d+)s", text)
+    assert (int(megabytes) * 2**20, int(seconds) < http.keep_alive_s) == (http.max_body_bytes, True)
+    assert re.search(r"/metrics .*404", text)
+    assert f"127.0.0.1:{http.port}" in text
 
 
 def test_a_key_is_required() -> None:

@@ -23,9 +23,9 @@ from cacheblend.service.engine.config import KV_FOLDER, EngineConfig, load_fusor
 from cacheblend.service.engine.document_sources import UNLISTED, DocumentStream, SourceReport, StreamSize
 from cacheblend.service.engine.ingest import IngestReport, VllmConfig, upload_documents
 from cacheblend.service.engine.web_pages import WebFiles
-from cacheblend.store.codecs import CODECS, LayerShape
 
 from . import options, terminal
+from .model import stored_token_bytes
 from .terminal import IngestProgress, LiveLine, counted
 
 if TYPE_CHECKING:
@@ -188,9 +188,9 @@ def _ingest_on_ray(
     size = None if any("://" in source for source in sources) else _measured(stream)
     stream.close()
     with terminal.shown_stages():
-        from cacheblend.blend.loading import kv_geometry, load_tokenizer
+        from cacheblend.blend.loading import kv_geometry, load_tokenizer, read_config
 
-        geometry = kv_geometry(config.model, config.resolve_device(), config.dtype)
+        geometry = kv_geometry(read_config(config.model), config.resolve_device(), config.dtype)
         tokens = size.tokens(load_tokenizer(config.model)) if size else None
     _agree(config, geometry, tokens, yes=yes)
     stream.report = SourceReport()
@@ -227,8 +227,7 @@ def _print_skipped(report: SourceReport) -> None:
 def _agree(config: EngineConfig, geometry: KVGeometry, tokens: int | None, *, yes: bool) -> None:
     """Print how much disk the KV of about `tokens` tokens needs, and ask where that is much; None if they are not known."""
     folder, chunk_tokens = Path(config.store_dir), config.retriever.chunk_tokens
-    shape = LayerShape(geometry.kv_heads, chunk_tokens, geometry.head_dim, geometry.dtype)
-    token_bytes = geometry.layers * CODECS[config.kv_cache_dtype].encoded_shape(shape).nbytes / chunk_tokens
+    token_bytes = stored_token_bytes(geometry, config.kv_cache_dtype, chunk_tokens)
     stored = sum(file.stat().st_size for file in (folder / KV_FOLDER).rglob("*") if file.is_file())
     above = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     room = min(config.store.nvme_budget_bytes, shutil.disk_usage(above).free + stored)

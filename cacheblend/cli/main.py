@@ -64,7 +64,7 @@ COMMANDS = (
     LazyCommand("serve", f"{_HERE}.serve:serve", "Serve the OpenAI-shaped HTTP API and the web page, until interrupted."),
     LazyCommand("api-key", f"{_HERE}.serve:api_key", "Make an API key for a tenant, and the hash for the config file."),
     LazyCommand("profile", f"{_HERE}.model:profile", "Measure prefill, recompute and each tier's throughput."),
-    LazyCommand("plan", f"{_HERE}.model:plan", "Compare storage devices for a model's KV."),
+    LazyCommand("plan", f"{_HERE}.model:plan", "Show a model's memory and disk; compare storage devices."),
     LazyCommand("calibrate", f"{_EVAL}.cli_calibrate:calibrate", "Measure what blending loses on your documents."),
     LazyCommand("eval", f"{_EVAL}.cli_eval:app", "Measure quality and TTFT of the methods side by side on a data set."),
     LazyCommand("model", f"{_HERE}.model:app", "Fetch small pretrained models, and list them."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,12 +11,17 @@ import typer
 from cacheblend.loader import LoaderConfig, compare_devices, load_profile
 from cacheblend.loader.profiler import LENGTHS, RATIOS
 from cacheblend.service.engine.config import EngineConfig, load_fusor
+from cacheblend.store.codecs import CODECS, LayerShape
 
 from . import options, terminal
 
 if TYPE_CHECKING:
+    from cacheblend.blend import KVGeometry
     from cacheblend.blend.models import KnownModel
 
+COMMON_MODELS = Path(__file__).with_name("common_models.json")  # names, and what their config.json says of sizes
+PLANNED_CODECS = ("raw", "int8", "int4")
+PLANNED_TOKENS = 5_000_000  # 10,000 pages of 500
 app = typer.Typer(help="Fetch small pretrained models, and list them.", no_args_is_help=True)
 
 
@@ -51,11 +57,13 @@ def get(
 
 def _fetch(model: KnownModel, *, accept_licence: bool = False) -> bool:
     """`fetch_model` with licence and progress on stderr; False where the model was there already."""
+    from cacheblend.blend.gguf_file import conversion_price
     from cacheblend.blend.models import fetch_model
 
     if not model.is_fetched:
         terms = f"{model.licence.name} ({model.licence.url})"
-        terminal.note(f"{model.name}: {model.download_bytes / 1e6:,.0f} MB to download; {terms}")
+        price = conversion_price(model.parameters, model.stored_dtype or "bfloat16")
+        terminal.note(f"{model.name}: {model.download_bytes / 1e6:,.0f} MB to download; {price}; {terms}")
     with terminal.progress_bars() as progress:
         return fetch_model(model, accept_licence=accept_licence, on_progress=progress)
 
@@ -173,20 +181,75 @@ def profile(
     terminal.print_line(f"{measured.device}; written to {path}, from which `cacheblend plan {path}` compares storage devices")
 
 
+def stored_token_bytes(geometry: KVGeometry, codec: str, tokens: int) -> float:
+    """Bytes of a token's KV in chunks of so many tokens."""
+    shapes = (LayerShape(heads, tokens, size, geometry.dtype) for heads, size in map(geometry.heads, range(geometry.layers)))
+    return sum(CODECS[codec].encoded_shape(shape).nbytes for shape in shapes) / tokens
+
+
 def plan(
-    file: Annotated[Path, typer.Argument(metavar="PROFILE", help="A file that `cacheblend profile` wrote.")],
+    what: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL|PROFILE", help="A model, its config.json alone, or a file of `cacheblend profile`."),
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Reused tokens of a request.")] = 3072,
     ratio: Annotated[float, typer.Option(help="Recompute ratio.")] = LoaderConfig().quality_ratio,
     chunk_tokens: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 512,
     stored_tokens: Annotated[int | None, typer.Option(help="Tokens to store, for the price; left out: --tokens.")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Compare storage devices for a model's KV, at example prices, and name the cheapest that adds no delay to a request.
+    """Show memory, disk and KV of a model, of which only the config is read; without a model, of ten common ones.
+
+    Of a profile: compare storage devices for the model's KV, at example prices, and name the cheapest that adds no delay to a
+    request. The options are for this.
 
     Examples:
 
+        cacheblend plan
+        cacheblend plan ./model
+        cacheblend plan config.json
         cacheblend plan ./store/profiles/PROFILE.json --tokens 4096
     """
+    if what is not None and what.endswith(".json") and Path(what).name != "config.json":
+        _plan_storage(Path(what), tokens, ratio, chunk_tokens, stored_tokens, as_json=as_json)
+        return
+    terminal.hush_libraries()
+    from transformers import AutoConfig
+
+    from cacheblend.blend.loading import read_config
+
+    if what is None:
+        rows = [_sizes(name, AutoConfig.for_model(**own)) for name, own in json.loads(COMMON_MODELS.read_text()).items()]
+    else:
+        config = read_config(what)
+        rows = [_sizes(config.model_type, config)]
+    if as_json:
+        terminal.print_json({"models": rows})
+        return
+    shown = []
+    for row in rows:
+        kv_kb, billions = [row[codec] / 1e3 for codec in PLANNED_CODECS], row["weights"] / 1e9
+        pages_gb = f"{kv_kb[0] * PLANNED_TOKENS / 1e6:,.0f}"
+        shown.append((row["name"], f"{billions:,.1f} B", f"{2 * billions:,.0f}", *(f"{size:.1f}" for size in kv_kb), pages_gb))
+    terminal.print_table(("model", "weights", "GB", *PLANNED_CODECS, "10,000 pages"), shown)
+    terminal.print_line("GB: of 16-bit weights; raw, int8, int4: kB of KV a token; pages: GB of raw KV, 500 tokens a page")
+
+
+def _sizes(name: str, config: Any) -> dict[str, Any]:
+    """A model's weights, and bytes of KV a token by codec; 0 where it is served exactly."""
+    import torch
+
+    from cacheblend.blend.loading import count_weights, kv_geometry
+
+    weights, exact_reason = count_weights(config)
+    geometry, stores = kv_geometry(config, torch.device("cpu"), torch.bfloat16), exact_reason is None
+    kv = {codec: round(stored_token_bytes(geometry, codec, 512)) * stores for codec in PLANNED_CODECS}
+    return {"name": name, "weights": weights, **kv, "exact_reason": exact_reason}
+
+
+def _plan_storage(
+    file: Path, tokens: int, ratio: float, chunk_tokens: int, stored_tokens: int | None, *, as_json: bool
+) -> None:
     measured = load_profile(file)
     choices = compare_devices(measured, tokens=tokens, ratio=ratio, chunk_tokens=chunk_tokens, stored_tokens=stored_tokens)
     cheapest = next((choice.device for choice in choices if choice.adds_no_delay), None)

@@ -57,7 +57,7 @@ def test_what_is_missing_is_named(code: str, extra: str) -> None:
     """An import that needs an extra fails with one that says how to install it."""
     done = _without_optional(code)
     assert done.returncode == 1
-    assert f"pip install 'cacheblend[{extra}]'" in done.stderr.splitlines()[-1]
+    assert f"pip install '.[{extra}]'" in done.stderr.splitlines()[-1]
 
 
 def test_command_line() -> None:
@@ -66,7 +66,7 @@ def test_command_line() -> None:
     assert _without_optional(f"{main}main(['--help'])").returncode == 0
     done = _without_optional(f"{main}main(['ask', 'Why?'])")
     assert done.returncode == 1
-    assert done.stderr.strip().endswith("is not installed; run: pip install 'cacheblend[rag]'")
+    assert done.stderr.strip().endswith("is not installed; in the checkout run: pip install '.[rag]'")
     assert "Traceback" not in done.stderr
 
 

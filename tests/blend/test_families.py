@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from cacheblend.blend import FusionConfig, FusionResult, Fusor, KVGeometry, Segment, anatomy, decoder, layer_passes
 from cacheblend.blend.anatomy import LayerAnatomy
 from cacheblend.blend.families import VERIFIED
-from cacheblend.blend.loading import kv_geometry
+from cacheblend.blend.loading import kv_geometry, read_config
 
 pytestmark = pytest.mark.contract
 
@@ -76,7 +76,7 @@ def test_geometry_of_a_config(family: str, tmp_path: Path) -> None:
     """A config alone tells the shapes that are stored, also where layers keep nothing or are of different shapes."""
     fusor = fusor_of(family)
     fusor.model.config.save_pretrained(tmp_path)
-    own = kv_geometry(str(tmp_path), torch.device("cpu"), torch.float32)
+    own = kv_geometry(read_config(str(tmp_path)), torch.device("cpu"), torch.float32)
     assert replace(own, shared=fusor.decoder.geometry.shared) == fusor.decoder.geometry
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("HAYSTACK_TELEMETRY_ENABLED", "False")
-pytest.importorskip("haystack", reason="haystack-ai is not installed: pip install 'cacheblend[haystack]'")
+pytest.importorskip("haystack", reason="haystack-ai is not installed: pip install '.[haystack]'")
 
 from haystack import Pipeline
 from haystack.components.builders import ChatPromptBuilder

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("llama_index.core", reason="llama-index-core is not installed: pip install 'cacheblend[llamaindex]'")
+pytest.importorskip("llama_index.core", reason="llama-index-core is not installed: pip install '.[llamaindex]'")
 
 from llama_index.core import PromptHelper, PromptTemplate, get_response_synthesizer
 from llama_index.core.llms import ChatMessage

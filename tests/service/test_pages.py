@@ -183,7 +183,7 @@ def test_curl_with_a_key(service: Service) -> None:
 def test_python(service: Service, snippet: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Each snippet of a client runs as it stands."""
     for package in re.findall(r"(?m)^(?:import|from) (\w+(?:\.llms\.\w+)?)", snippet):
-        pytest.importorskip(package, reason=f"{package} is not installed: pip install 'cacheblend[dev]'")
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[dev]'")
     openai = pytest.importorskip("openai")
     documents = [{"id": "ada", "text": "Ada Lovelace wrote the first program."}, {"text": "Lunch is at noon."}]
     httpx.post(f"{service.address}/v1/documents", json={"documents": documents}, timeout=60).raise_for_status()
@@ -238,7 +238,7 @@ def test_the_engine_of_readme(
 
 def test_the_chain_of_the_docs(open_engine: OpenEngine) -> None:
     """The LangChain chain of docs/service.md answers a question over the chunks that its retriever found."""
-    pytest.importorskip("langchain_core", reason="langchain-core is not installed: pip install 'cacheblend[langchain]'")
+    pytest.importorskip("langchain_core", reason="langchain-core is not installed: pip install '.[langchain]'")
     from langchain_core.prompts import ChatPromptTemplate
     from langchain_core.runnables import RunnablePassthrough
 
@@ -265,7 +265,7 @@ def test_the_plain_function(open_engine: OpenEngine) -> None:
 def test_the_chain_of_the_examples(open_engine: OpenEngine) -> None:
     """The chain's answer is the text of `Engine.answer`, from stored KV."""
     engine = open_engine()
-    pytest.importorskip("langchain_core", reason="langchain-core is not installed: pip install 'cacheblend[langchain]'")
+    pytest.importorskip("langchain_core", reason="langchain-core is not installed: pip install '.[langchain]'")
     message = load_script("langchain_chain", ROOT / "examples").run(engine, "Who signs off journeys?")
     assert message.content == engine.answer("Who signs off journeys?", num_chunks=2).text
     assert message.response_metadata["plan"]["hits"] == 2

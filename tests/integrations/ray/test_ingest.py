@@ -172,7 +172,7 @@ def test_a_batch_that_kills_its_actors(
 
 def test_remote_tier(configure: Callable[..., EngineConfig], corpus: Path, tmp_path: Path) -> None:
     """With a remote tier the KV of every chunk is there when its document is indexed, and computed for no other store again."""
-    pytest.importorskip("obstore", reason="obstore is not installed; pip install 'cacheblend[objects]'")
+    pytest.importorskip("obstore", reason="obstore is not installed; pip install '.[objects]'")
     shared = tmp_path / "shared"
     shared.mkdir()
     # A queue with room for one entry: what it dropped is sent all the same. A late answer would be a miss, so there is none.

@@ -109,7 +109,7 @@ def test_ray_is_not_installed(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delitem(sys.modules, "cacheblend.integrations.ray.ingest", raising=False)
     store = corpus.parent / "store"
     command = ["ingest", str(corpus), "--model", "none", "--store-dir", str(store), "--ray", "local"]
-    with pytest.raises(MissingExtraError, match=r"pip install 'cacheblend\[ray\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install '\.\[ray\]'"):
         app(command, standalone_mode=False)
     with pytest.raises(InputError, match="--watch cannot be given with --ray"):
         app([*command, "--watch"], standalone_mode=False)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 from command_line import CommandLine
 from profiles import linear_profile
+from transformers import LlamaForCausalLM
 
 from cacheblend.base.errors import ModelFetchError
 from cacheblend.blend import models
+from cacheblend.blend.decoder import Decoder
 from cacheblend.blend.models import find_model
 from cacheblend.loader import write_profile
 
@@ -92,3 +95,19 @@ def test_bad_profiles_and_plans(run: CommandLine, tmp_path: Path) -> None:
         outcome = run(*arguments)
         assert (outcome.code, outcome.out, says in outcome.err) == (code, "", True)
     assert not run.store.exists()
+
+
+def test_plan_of_models(run: CommandLine, tmp_path: Path) -> None:
+    """Without an argument `plan` prints the table of docs/models.md; of a model it reads the config and counts its weights."""
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in run("plan").out.splitlines() if line[0] == "│"]
+    assert len(rows) == 10
+    assert "\n".join(f"| {' | '.join(row)} |" for row in rows) in page
+
+    model = LlamaForCausalLM.from_pretrained(run.model)
+    (tmp_path / "alone").mkdir()
+    config = Path(shutil.copy(run.model / "config.json", tmp_path / "alone"))
+    for place in (run.model, config):
+        [found] = run("plan", str(place), "--json").json["models"]
+        assert found["weights"] == sum(weights.numel() for weights in model.parameters())
+        assert found["raw"] == model.config.num_hidden_layers * Decoder(model.bfloat16()).geometry.layer_bytes(1)

@@ -96,7 +96,7 @@ class Word(BaseModel):
     lines: int
 
 
-@pytest.mark.skipif(find_spec("llguidance") is None, reason="needs llguidance (pip install cacheblend[structured])")
+@pytest.mark.skipif(find_spec("llguidance") is None, reason="needs llguidance (pip install '.[structured]')")
 def test_langchain_structured(address: str) -> None:
     """`with_structured_output` asks by a JSON schema, and gets an object of the class."""
     langchain_openai = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")

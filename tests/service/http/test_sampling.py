@@ -24,7 +24,7 @@ from cacheblend.service.http.server import Server
 from cacheblend.service.serving.scheduler import ServingConfig
 
 HAS_GRAMMARS = find_spec("llguidance") is not None
-needs_grammars = pytest.mark.skipif(not HAS_GRAMMARS, reason="needs llguidance (pip install cacheblend[structured])")
+needs_grammars = pytest.mark.skipif(not HAS_GRAMMARS, reason="needs llguidance (pip install '.[structured]')")
 PROMPT = "The for statement is used to"
 SCHEMA = {
     "type": "object",
