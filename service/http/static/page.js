@@ -46,7 +46,7 @@ function showAsked(question) {
   $("answered").hidden = false;
   $("asked").textContent = question;
   for (const id of ["answer", "summary", "how", "gain_number", "gain_words"]) $(id).textContent = "";
-  for (const id of ["strip", "sources", "cited", "doubted", "without", "copy", "compare"]) $(id).hidden = true;
+  for (const id of ["strip", "sources", "cut", "cited", "doubted", "without", "copy", "compare"]) $(id).hidden = true;
   $("answered").scrollIntoView({ block: "nearest" }); // a phone has no room for both
 }
 
@@ -111,6 +111,7 @@ async function answer(question, signal) {
     const delta = event.choices[0]?.delta;
     if (delta?.reasoning_content) $("gain_words").textContent = "The model is thinking.";
     if (delta?.content) showMarkdown($("answer"), (text += delta.content));
+    if (event.choices[0]?.finish_reason === "length") $("cut").hidden = false;
     report = event.cacheblend ?? report;
   }
   if (!report) return;
@@ -151,7 +152,8 @@ async function run(work) {
   try {
     await work(own.signal);
   } catch (error) {
-    if (error.name !== "AbortError") problem(error.message);
+    const isLong = error.code === "context_length_exceeded" && turns.length;
+    if (error.name !== "AbortError") problem(isLong ? `${error.message}; or start anew, without the earlier turns` : error.message);
   } finally {
     if (asking === own) {
       $("stop").disabled = true;

@@ -35,6 +35,7 @@ def test_ask(page: Any, address: str, engine: Engine) -> None:
     expected = engine.answer(QUESTION, num_chunks=3, max_tokens=30)
     assert len({len(text) for text in page.evaluate("answers")}) > 5
     assert page.locator("#summary").inner_text() == "3 chunks from the store, 0 computed"
+    assert page.locator("#cut").is_visible()
     assert re.match(r"blend at ratio 0.15: \d+ of \d+ reused tokens recomputed", page.locator("#how").text_content())
     page.locator("#gain_words", has_text=re.compile(r"first token after [\d.]+ s, with full prefill [\d.]+ s")).wait_for()
     assert re.fullmatch(r"[\d.]+ \u00d7", page.locator("#gain_number").inner_text())
