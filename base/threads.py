@@ -1,4 +1,4 @@
-"""Long work: threads whose tasks begin at once, a thread for one call, low priority, work in groups, and its progress."""
+"""Long work: a thread for a task or a call, low priority, work in groups, and its progress."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
-from queue import Empty, SimpleQueue
 from typing import ParamSpec, TypeVar
 
 LOW_PRIORITY_NICENESS = 10  # a tenth of the weight of a thread at 0
@@ -18,60 +16,21 @@ Check = Callable[[], None]
 Note = Callable[[str, int, int], None]
 
 
-class DaemonThreads:
-    """Runs each task at once, in an idle thread or a new one; no task waits for another.
+def in_daemon_thread(task: Callable[[], T], name: str) -> Future[T]:
+    """Begin a task at once, in a thread of its own; the future has its result or exception.
 
-    A thread without a task for `idle_s` seconds ends. Threads are daemons: a task that waits for a vanished consumer does not
-    prevent the process from ending.
+    The thread is a daemon: a task that waits for a vanished consumer does not prevent the process from ending.
     """
+    future: Future[T] = Future()
 
-    def __init__(self, name: str, idle_s: float = 5.0) -> None:
-        self._name, self._idle_s = name, idle_s
-        self._tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._changing = threading.Lock()
-        self._idle = self._busy = 0
-
-    @property
-    def busy(self) -> int:
-        """Tasks that have not ended."""
-        return self._busy
-
-    def run(self, task: Callable[[], T]) -> Future[T]:
-        """Begin a task; the future has its result or exception. A caller that stops waiting does not stop the task."""
-        future: Future[T] = Future()
-        with self._changing:
-            self._busy += 1
-            is_new = not self._idle
-            if not is_new:
-                self._idle -= 1
-            self._tasks.put(partial(self._settle, task, future))
-        if is_new:
-            threading.Thread(target=self._work, name=self._name, daemon=True).start()
-        return future
-
-    def _settle(self, task: Callable[[], T], future: Future[T]) -> None:
-        settle: Callable[[], None]
+    def settle() -> None:
         try:
-            settle = partial(future.set_result, task())
-        except BaseException as error:  # the thread must survive for the next task
-            settle = partial(future.set_exception, error)
-        with self._changing:
-            self._busy -= 1
-            self._idle += 1
-        settle()
+            future.set_result(task())
+        except BaseException as error:
+            future.set_exception(error)
 
-    def _work(self) -> None:
-        while True:
-            try:
-                task = self._tasks.get(timeout=self._idle_s)
-            except Empty:
-                with self._changing:
-                    if self._tasks.empty():
-                        self._idle -= 1
-                        return
-                continue
-            task()
-            del task  # it may hold large objects
+    threading.Thread(target=settle, name=name, daemon=True).start()
+    return future
 
 
 def lower_priority() -> None:

@@ -21,7 +21,7 @@ from .decoder import Decoder
 from .families import VERIFIED, check_model, exact_reason, fingerprint_module
 from .fidelity import check_against_model
 from .fusion import Fusion, FusionConfig, FusionSteps
-from .generation import continue_from
+from .generation import NextToken
 from .gguf_file import add_end_tokens
 from .hybrid import HybridDecoder
 from .interfaces import LayerKV, LayerSink, LayerSource, ModelRunner, ResidentLayers
@@ -296,23 +296,19 @@ class Fusor:
         return FusionResult(output.logits[0, -1].float(), cache, tuple(token_ids), everywhere, everywhere, none, 0, 0)
 
     def generate(self, fused: FusionResult, max_new_tokens: int = 32, **kwargs: Any) -> list[int]:
-        """Continue as `model.generate` does: the first token from `fused.logits`, later ones from `fused.cache`, which is not
-        changed.
+        """Continue a prompt, whose cache is not changed: the first token from `fused.logits`.
 
         Args:
             fused: a fused or prefilled prompt.
             max_new_tokens: at least 1.
-            kwargs: further arguments of `generate` for one sequence: `do_sample`, `temperature`, `streamer`, ...
-
-        Raises:
-            InputError: several beams or sequences, no token, or a cache or mask of the caller's own.
+            kwargs: options of sampling, for `NextToken`.
         """
-        several = [name for name in ("num_beams", "num_return_sequences") if (kwargs.get(name) or 1) != 1]
-        own = [name for name in ("attention_mask", "past_key_values", "cache_implementation") if name in kwargs]
-        if several or own or max_new_tokens < 1:
-            named = ", ".join([*several, *own]) or f"max_new_tokens={max_new_tokens}"
-            raise InputError(f"{named}: a fused prompt continues as one sequence of at least one token, in its own cache")
-        return continue_from(self.model, fused, max_new_tokens, **kwargs)
+        drawn = NextToken(self.model, fused.token_ids, max_new_tokens, **kwargs)
+        sequence = self.decoder.sequence(fused)
+        drawn.draw(fused.logits)
+        while drawn.finish_reason is None:
+            drawn.draw(self.decoder.decode(drawn.token_ids[-1:], [sequence])[0])
+        return drawn.token_ids
 
     def _check_tokens(self, token_ids: Sequence[int]) -> None:
         if self.max_positions is not None and len(token_ids) > self.max_positions:

@@ -1,4 +1,4 @@
-"""Generation after a blended prompt: token by token for the sequences of a batch, and with `model.generate`.
+"""Generation after a blended prompt: token by token for the sequences of a batch.
 
 In a decoding step each sequence is one row: projections and MLP run for all sequences at once, which reads the weights once;
 attention runs for each sequence over its own keys. So nothing is padded or masked, and a sequence joins or leaves between two
@@ -323,33 +323,6 @@ class NextToken:
         if self.token_ids and self.token_ids[-1] in self._stop_ids:
             return "stop"
         return "length" if len(self.token_ids) >= self._max_new_tokens else None
-
-
-def continue_from(model: PreTrainedModel, fused: FusionResult, max_new_tokens: int, **kwargs: Any) -> list[int]:
-    """Generate tokens after the prompt with `model.generate`; the arguments are those of `Fusor.generate`.
-
-    With a full cache `generate` would prefill the prompt a second time without a warning. So its first forward returns the
-    logits of the blend.
-    """
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-
-    prompt_1N = torch.tensor([fused.token_ids], device=fused.logits.device)
-    cache = branch_cache(fused.cache)
-    prefilled = [CausalLMOutputWithPast(logits=fused.logits[None, None], past_key_values=cache)]
-    own_forward = model.forward
-
-    @functools.wraps(own_forward)
-    def forward(*args: Any, **inputs: Any) -> Any:
-        if prefilled:
-            return prefilled.pop()
-        return own_forward(*args, **inputs)
-
-    continuation: Any = copy.copy(model)
-    continuation.forward = forward  # of this shallow copy alone
-    options = {"attention_mask": torch.ones_like(prompt_1N), "past_key_values": cache, "max_new_tokens": max_new_tokens}
-    output = continuation.generate(prompt_1N, **options, **kwargs)
-    sequence = output if isinstance(output, torch.Tensor) else output.sequences
-    return [int(token) for token in sequence[0, len(fused.token_ids) :]]
 
 
 def branch_cache(cache: DynamicCache) -> DynamicCache:

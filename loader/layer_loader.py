@@ -22,7 +22,7 @@ import torch
 
 from cacheblend.base.errors import ConfigError, FusionCancelledError
 from cacheblend.base.options import MIB, check_share, check_whole
-from cacheblend.base.threads import DaemonThreads
+from cacheblend.base.threads import in_daemon_thread
 from cacheblend.blend import DEFAULT_RATIO, LayerKV
 from cacheblend.store import tiers_in_memory
 from cacheblend.store.chunk import host_bytes
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from cacheblend.base.memory import Bytes
     from cacheblend.blend import KVGeometry, Prompt
     from cacheblend.store import KVHandle
+
+THREAD_NAME = "layer-loader"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +68,6 @@ class LoaderConfig:
     def lookahead_layers(self, layer_bytes: int) -> int:
         """Number of layers of `layer_bytes` that may be ready ahead of the fusor."""
         return max(1, self.lookahead_bytes // max(1, layer_bytes))
-
-
-THREADS = DaemonThreads("layer-loader")  # shared by all loaders
 
 
 @dataclass(slots=True, eq=False)
@@ -214,7 +213,7 @@ class LayerLoader:
             self._allocate(layer)
         threads = min(self._config.reads_in_flight, len(stored) - len(copied))
         load_all = functools.partial(_read_all, weakref.ref(self), self._changed)
-        self._tasks = [THREADS.run(load_all) for _ in range(threads)]
+        self._tasks = [in_daemon_thread(load_all, THREAD_NAME) for _ in range(threads)]
 
     def fetch_kv(self, kv: KVHandle, layer: int, buffer: LayerBuffer, start: int, stop: int) -> None:
         """Load a chunk's layer to the positions from `start` to `stop` of the prompt (the paper's `fetch_kv`). Thread-safe."""
@@ -230,10 +229,6 @@ class LayerLoader:
             FusionCancelledError: the loader was closed meanwhile.
             DamagedEntryError: a stored entry's bytes are not the ones written; it is a miss from now on.
         """
-        if layer != self._consumed:
-            raise RuntimeError(f"layers are handed over in order: layer {self._consumed} is next, not {layer}")
-        if not self._started and not self._stopped:
-            raise RuntimeError("start the LayerLoader before the first layer is asked for")
         self._copy(layer)
         with self._changed:
             self._changed.wait_for(lambda: not self._missing[layer] or self._error is not None or self._stopped)

@@ -18,7 +18,6 @@ import torch
 
 from cacheblend.base.errors import ConfigError, StoreError
 from cacheblend.base.files import make_folder
-from cacheblend.base.options import check_whole
 from cacheblend.blend import FusionConfig, LayerKV, Prompt, Segment
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
 
@@ -36,6 +35,7 @@ logger = logging.getLogger(__name__)
 CHUNKS, MODEL, MAX_BYTES = 6, "tier-speed", 512 * 2**20
 LENGTHS = (256, 1024, 4096)
 RATIOS = (0.05, 0.15, 0.5, 1.0)
+REPEATS = 3
 QUESTION_TOKENS = 32
 # Layers of a blend that are timed; later ones repeat them: layer 0 runs all rows, layer 1 projects every row and drops many,
 # layer 2 does not check, layer 3 does again.
@@ -53,13 +53,11 @@ def measure_profile(
     *,
     chunk_tokens: int = 512,
     lengths: Sequence[int] | None = None,
-    ratios: Sequence[float] = RATIOS,
-    repeats: int = 3,
     on_progress: Progress | None = None,
 ) -> Profile:
     """Measure a model on its device, and the tiers of the disk that a folder is on, in seconds to minutes.
 
-    The results are medians of `repeats` rounds after one warm-up, with the device synchronised. A round measures every length
+    The results are medians of `REPEATS` rounds after one warm-up, with the device synchronised. A round measures every length
     and ratio once, so that a disturbance of seconds does not slow all measurements of one length. Lengths beyond the model's
     positions are cut. Default lengths stop after one whose full prefill exceeded `PATIENCE_S`.
 
@@ -69,24 +67,19 @@ def measure_profile(
         config: reads in flight and look-ahead of the loader.
         chunk_tokens: size of the reads.
         lengths: prompt lengths in tokens; None for `LENGTHS`.
-        ratios: recompute ratios.
-        repeats: number of measurements of each.
         on_progress: called with "profile", measurements done, and measurements in all.
 
     Raises:
-        ConfigError: a length or ratio is missing or outside its range.
+        ConfigError: a length is missing or below 1.
     """
     patience_s = PATIENCE_S if lengths is None else float("inf")
     lengths = LENGTHS if lengths is None else lengths
     if not lengths or min(lengths) < 1:
         raise ConfigError("lengths", tuple(lengths), "at least one, each of 1 token or more")
-    if not ratios or not all(0 < ratio <= 1 for ratio in ratios):
-        raise ConfigError("ratios", tuple(ratios), "at least one, each above 0 and at most 1")
-    check_whole("repeats", repeats)
     limit = fusor.max_positions or max(lengths)
     lengths = sorted({min(length, limit) for length in lengths})
     report = on_progress or (lambda *_: None)
-    prefill, blend = _measure_rounds(fusor, lengths, ratios, repeats, patience_s, report)
+    prefill, blend = _measure_rounds(fusor, lengths, patience_s, report)
     geometry = fusor.decoder.geometry
     profile = Profile(
         model=fusor.fingerprint,
@@ -96,29 +89,29 @@ def measure_profile(
         layer_token_bytes=geometry.layer_bytes(1),
         prefill=prefill,
         blend=blend,
-        logits_s=_logits_s(fusor, repeats),
-        tiers=measure_tiers(geometry, directory, config, chunk_tokens=chunk_tokens, repeats=repeats),
+        logits_s=_logits_s(fusor),
+        tiers=measure_tiers(geometry, directory, config, chunk_tokens=chunk_tokens),
     )
-    steps = (repeats + 1) * len(prefill) + 1
+    steps = (REPEATS + 1) * len(prefill) + 1
     report("profile", steps, steps)
     return profile
 
 
 def _measure_rounds(
-    fusor: Fusor, lengths: Sequence[int], ratios: Sequence[float], repeats: int, patience_s: float, report: Progress
+    fusor: Fusor, lengths: Sequence[int], patience_s: float, report: Progress
 ) -> tuple[tuple[PrefillSample, ...], tuple[LayerSample, ...]]:
     """Medians of every length and ratio over the rounds; lengths after one whose prefill exceeded the patience are left out."""
     prefill: list[list[PrefillSample]] = []  # of each round
     blend: list[list[LayerSample]] = []
-    for number in range(repeats + 1):  # the first one warms up
+    for number in range(REPEATS + 1):  # the first one warms up
         prefill.append([])
         blend.append([])
         for at, tokens in enumerate(lengths):
             seconds = _seconds(partial(fusor.prefill, [0] * tokens), fusor)
             prefill[-1].append(PrefillSample(tokens=tokens, seconds=seconds))
-            for ratio in ratios:
+            for ratio in RATIOS:
                 blend[-1] += _blend_layers(fusor, tokens, ratio)
-            report("profile", number * len(lengths) + at + 1, (repeats + 1) * len(lengths) + 1)
+            report("profile", number * len(lengths) + at + 1, (REPEATS + 1) * len(lengths) + 1)
             if number == 0 and seconds > patience_s:
                 break
         if left_out := lengths[len(prefill[-1]) :]:
@@ -140,10 +133,10 @@ class _OneLayer:
         return self._layer_kv
 
 
-def _logits_s(fusor: Fusor, repeats: int) -> float:
+def _logits_s(fusor: Fusor) -> float:
     with torch.no_grad():
         hidden_1SM = fusor.decoder.embed(torch.zeros(1, dtype=torch.long, device=fusor.decoder.device))
-        return statistics.median([_seconds(partial(fusor.decoder.logits, hidden_1SM), fusor) for _ in range(repeats + 1)][1:])
+        return statistics.median([_seconds(partial(fusor.decoder.logits, hidden_1SM), fusor) for _ in range(REPEATS + 1)][1:])
 
 
 def _blend_layers(fusor: Fusor, tokens: int, ratio: float) -> list[LayerSample]:
@@ -189,9 +182,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure_tiers(
-    geometry: KVGeometry, directory: Path, config: LoaderConfig, *, chunk_tokens: int, repeats: int
-) -> dict[str, TierSpeed]:
+def measure_tiers(geometry: KVGeometry, directory: Path, config: LoaderConfig, *, chunk_tokens: int) -> dict[str, TierSpeed]:
     """Measure the tiers "ram" and "nvme" by loading prompts of two chunk sizes, without computing.
 
     NVMe is read with the page cache dropped, as after a start; a running store reads faster from the cache.
@@ -201,7 +192,6 @@ def measure_tiers(
         directory: a folder on the disk to measure; files written there are removed.
         config: reads in flight and look-ahead.
         chunk_tokens: the larger chunk size; the smaller is an eighth of it.
-        repeats: loads of each size; the median counts.
     """
     make_folder(directory)
     fits = max(1, MAX_BYTES // (CHUNKS * geometry.layers * geometry.layer_bytes(1)))
@@ -209,7 +199,7 @@ def measure_tiers(
     read_s: dict[str, list[float]] = {"ram": [], "nvme": []}
     for tokens in sizes:
         with tempfile.TemporaryDirectory(dir=directory, prefix="tier-speed-") as scratch:
-            for tier, took_s in _read_s(geometry, Path(scratch), config, tokens, repeats).items():
+            for tier, took_s in _read_s(geometry, Path(scratch), config, tokens).items():
                 read_s[tier].append(took_s)
     read_bytes = [geometry.layer_bytes(tokens) for tokens in sizes]
     return {tier: _speed(read_bytes, seconds) for tier, seconds in read_s.items()}
@@ -225,7 +215,7 @@ def _speed(read_bytes: list[int], seconds: list[float]) -> TierSpeed:
     return TierSpeed(read_s=read_s, bytes_per_s=1 / slope)
 
 
-def _read_s(geometry: KVGeometry, scratch: Path, config: LoaderConfig, tokens: int, repeats: int) -> dict[str, float]:
+def _read_s(geometry: KVGeometry, scratch: Path, config: LoaderConfig, tokens: int) -> dict[str, float]:
     """Median seconds of one read, by tier."""
     shapes = [(heads, tokens, size) for heads, size in map(geometry.heads, range(geometry.layers))]
     drawn = {shape_HTD: torch.randn(shape_HTD).to(geometry.dtype) for shape_HTD in shapes}
@@ -236,9 +226,9 @@ def _read_s(geometry: KVGeometry, scratch: Path, config: LoaderConfig, tokens: i
     with KVStore(StoreConfig(directory=scratch / "kv", ram_budget_bytes=2 * MAX_BYTES)) as store:
         for key, chunk in zip(keys, ids, strict=True):
             store.put(key, ChunkKV(layers, chunk, (), MODEL))
-        for _ in range(repeats + 1):
+        for _ in range(REPEATS + 1):
             seconds["ram"].append(_load_s(store, keys, geometry, config))
-    for _ in range(repeats + 1):
+    for _ in range(REPEATS + 1):
         drop_page_cache(path for path in (scratch / "kv").rglob("*") if path.is_file())
         with KVStore(StoreConfig(directory=scratch / "kv", ram_budget_bytes=1)) as store:
             seconds["nvme"].append(_load_s(store, keys, geometry, config))

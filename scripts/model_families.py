@@ -243,7 +243,10 @@ def verdict(family: str) -> Verdict:
     off = max(off, float((full.logits - reused.logits).abs().max()))
     if not off <= 1e-4 * max(1.0, float(full.logits.abs().max())):
         return Verdict(family, f"its logits over a chunk behind its own prefix are off by {off:.2g}", off)
-    own = fusor.generate(full, NEW_TOKENS, do_sample=False, eos_token_id=None)
+    model: Any = fusor.model
+    own = model.generate(torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)[
+        0, TOKENS:
+    ].tolist()
     kv, drawn = SequenceKV(fused[0], fusor.decoder.windows), [int(fused[0].logits.argmax())]
     while len(drawn) < NEW_TOKENS:
         drawn.append(int(fusor.decoder.decode(drawn[-1:], [kv])[0].argmax()))

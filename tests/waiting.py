@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+
+from cacheblend.loader.layer_loader import THREAD_NAME
 
 WAIT_S = 60.0  # far more than anything takes: the processors may be another's for a while
 
@@ -16,3 +19,8 @@ def wait_until(holds: Callable[[], bool], what: str = "it did not happen", secon
             assert holds(), what
             return
         time.sleep(0.002)
+
+
+def loading() -> list[threading.Thread]:
+    """The threads of loaders that have not ended."""
+    return [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend.loader import LoaderConfig, compare_devices, load_profile
-from cacheblend.loader.profiler import LENGTHS, RATIOS
+from cacheblend.loader.profiler import LENGTHS
 from cacheblend.service.engine.config import EngineConfig, load_fusor
 from cacheblend.store.codecs import CODECS, LayerShape
 
@@ -133,11 +133,6 @@ def profile(
         list[int] | None,
         typer.Option("--length", help=f"Prompt tokens to measure; several times. Left out: {', '.join(map(str, LENGTHS))}."),
     ] = None,
-    ratios: Annotated[
-        list[float] | None,
-        typer.Option("--ratio", help=f"Recompute ratio to measure; several times. Left out: {', '.join(map(str, RATIOS))}."),
-    ] = None,
-    repeats: Annotated[int, typer.Option(help="Measurements of each; the median counts.")] = 3,
     *,
     settings: options.Settings,
     as_json: options.Json = False,
@@ -149,7 +144,7 @@ def profile(
     Examples:
 
         cacheblend profile ./model --store-dir ./store
-        cacheblend profile ./model --length 512 --length 2048 --repeats 5 --json
+        cacheblend profile ./model --length 512 --length 2048 --json
     """
     terminal.hush_libraries()
     from cacheblend.loader import measure_profile, write_profile
@@ -163,8 +158,6 @@ def profile(
             config.loader,
             chunk_tokens=config.retriever.chunk_tokens,
             lengths=lengths or None,
-            ratios=ratios or RATIOS,
-            repeats=repeats,
             on_progress=progress,
         )
     path = write_profile(config.profile_dir, measured)

@@ -19,7 +19,7 @@ import torch
 
 from cacheblend.base.errors import CacheBlendError, DamagedEntryError, StoreError
 from cacheblend.base.memory import return_freed_memory
-from cacheblend.base.threads import DaemonThreads
+from cacheblend.base.threads import in_daemon_thread
 from cacheblend.blend import FusionConfig, FusionResult, Fusor, LayerKV, LayerReport, LayerSource, ResidentLayers, Segment
 from cacheblend.loader import LayerLoader, LoadingController
 from cacheblend.service.engine.blend_plan import BlendPolicy, BlendSegment, Found, plan_blend
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from .runner import VllmRunner
 
 logger = logging.getLogger(__name__)
-THREADS = DaemonThreads("cacheblend-vllm")
 MAX_WAITING_MISSES = 4096
 BUSY_STEPS_A_MISS = 64  # beside running requests a missed chunk is computed no more often
 # A layer's cost that grows with the prompt and not with its rows: for so many tokens KV is copied, rotated and written in the
@@ -123,7 +122,8 @@ class BlendWorker:
         """Work as much as vLLM's own prefill of `rows` tokens would: at least a layer; or when idle a missed chunk."""
         for job in jobs:
             fetches = self._store.has_remote and self._ranks.rank == 0
-            self._fetches.append((job, THREADS.run(partial(self._fetch_missing, job.prompt)) if fetches else None))
+            fetch = partial(self._fetch_missing, job.prompt)
+            self._fetches.append((job, in_daemon_thread(fetch, "cacheblend-vllm") if fetches else None))
         self._begin_fetched()
         self._miss(missed)
         left = max(1, rows) * self._fusor.runner.geometry.layers

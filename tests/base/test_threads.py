@@ -1,20 +1,19 @@
-"""Threads: tasks begin at once in threads that are reused, and a thread that ends takes its OpenMP team with it."""
+"""Threads: tasks begin at once in threads of their own, and a thread that ends takes its OpenMP team with it."""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable
-from concurrent.futures import wait
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from waiting import wait_until
 
-from cacheblend.base.threads import DaemonThreads, in_own_thread
+from cacheblend.base.threads import in_daemon_thread, in_own_thread
 from cacheblend.blend import KVGeometry
 from cacheblend.loader.layer_loader import Staging
 from cacheblend.retriever import SentenceTransformerEmbedder
@@ -96,56 +95,13 @@ def test_copying_what_a_pass_gave_makes_no_team() -> None:
 
 
 def test_tasks_never_wait_for_each_other() -> None:
-    """Each of many tasks that are under way together has a thread, and the next ones take those threads."""
-    threads, gate, met = DaemonThreads("kept"), threading.Event(), threading.Barrier(9)
-
-    def task() -> None:
-        met.wait(60)
-        gate.wait(60)
-
-    first = [threads.run(task) for _ in range(8)]
-    met.wait(60)  # all eight run
-    assert threads.busy == 8
-    gate.set()
-    wait(first, 60)
-    assert threads.busy == 0
-    for _ in range(20):
-        threads.run(lambda: None).result(60)
-    kept = [thread for thread in threading.enumerate() if thread.name == "kept"]
-    assert len(kept) == 8
-    assert all(thread.daemon for thread in kept)
-
-
-def test_an_idle_thread_ends() -> None:
-    """A thread that had no task for as long as was said ends, and the next task has a new one."""
-    threads = DaemonThreads("ending", idle_s=0.05)
-    for _ in range(3):
-        wait([threads.run(lambda: None) for _ in range(4)], 60)
-        wait_until(lambda: all(thread.name != "ending" for thread in threading.enumerate()))
-
-
-def test_a_task_is_let_go() -> None:
-    """What a task held is collected at its end, though its thread goes on."""
-
-    class Large:
-        def task(self) -> None:
-            """Nothing."""
-
-    threads, gone, large = DaemonThreads("let go"), threading.Event(), Large()
-    weakref.finalize(large, gone.set)
-    ended = threads.run(large.task)
-    del large
-    ended.result(60)
-    assert gone.wait(60)
-
-
-def test_a_task_that_raises_takes_no_thread_along() -> None:
-    """After a task that raised, its thread runs the next one; the caller has the error."""
-    threads = DaemonThreads("raising")
-
-    def fail() -> int:
-        raise ValueError("wrong")
-
-    with pytest.raises(ValueError, match="wrong"):
-        threads.run(fail).result(60)
-    assert threads.run(threading.get_ident).result(60) == threads.run(threading.get_ident).result(60)
+    """Each of many tasks has a daemon thread; a task that ends leaves its result or its error, and no thread."""
+    met, name = threading.Barrier(9), "of its own"
+    first = [in_daemon_thread(partial(met.wait, 60), name) for _ in range(8)]
+    wait_until(lambda: met.n_waiting == 8)
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == name)
+    met.wait(60)
+    assert len({each.result(60) for each in first}) == 8
+    with pytest.raises(ValueError, match="invalid literal"):
+        in_daemon_thread(partial(int, "wrong"), name).result(60)
+    wait_until(lambda: all(thread.name != name for thread in threading.enumerate()))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from prompts import rag_prompt
 from tiny_models import CONFIGS, WINDOW, tiny_model
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from cacheblend.blend import FusionConfig, FusionResult, Fusor, NextToken, Segment, SequenceKV
+from cacheblend.blend.generation import branch_cache
 
 TOKENS = 2 * WINDOW
 SAMPLED = {"do_sample": True, "temperature": 1.5, "top_p": 0.9, "top_k": 0}
@@ -23,6 +28,22 @@ def prompts(fusor: Fusor) -> list[FusionResult]:
         fusor.prefill([1, 5, 9]),
         fusor.fuse([Segment(blended[4].token_ids), Segment([7])]),
     ]
+
+
+def continued(model: Any, fused: FusionResult, max_new_tokens: int, **kwargs: Any) -> list[int]:
+    """The tokens of `model.generate` after a prompt, whose first forward returns the prompt's logits."""
+    cache, prompt_1N = branch_cache(fused.cache), torch.tensor([fused.token_ids])
+    prefilled = [CausalLMOutputWithPast(logits=fused.logits[None, None], past_key_values=cache)]
+    continuation, own_forward = copy.copy(model), model.forward
+
+    @functools.wraps(own_forward)
+    def forward(*args: Any, **inputs: Any) -> Any:
+        return prefilled.pop() if prefilled else own_forward(*args, **inputs)
+
+    continuation.forward = forward
+    options = {"attention_mask": torch.ones_like(prompt_1N), "past_key_values": cache, "max_new_tokens": max_new_tokens}
+    sequences = continuation.generate(prompt_1N, **options, **kwargs)
+    return [int(token) for token in sequences[0, len(fused.token_ids) :]]
 
 
 def decode(
@@ -53,7 +74,7 @@ def test_batch_equals_alone(name: str) -> None:
     fused = prompts(fusor)
     lengths = [9, TOKENS, 4]
     drawers = [NextToken(fusor.model, prompt.token_ids, length) for prompt, length in zip(fused, lengths, strict=True)]
-    alone = [fusor.generate(prompt, length) for prompt, length in zip(fused, lengths, strict=True)]
+    alone = [continued(fusor.model, prompt, length) for prompt, length in zip(fused, lengths, strict=True)]
     copied = [fused[0], *(replace(prompt, memory=[]) for prompt in fused[1:])]
     assert decode(fusor, copied, drawers, growth_tokens=5) == alone
     assert [int(prompt.cache.get_seq_length()) for prompt in fused] == [len(prompt.token_ids) for prompt in fused]
@@ -98,8 +119,8 @@ def test_generation_config(settings: dict[str, object]) -> None:
     fusor = Fusor(tiny_model("llama"))
     prompt = fusor.prefill([1, 5, 9])
     drawer = NextToken(fusor.model, prompt.token_ids, 20, **settings)
-    plain = fusor.generate(prompt, 20)
-    assert decode(fusor, [prompt], [drawer])[0] == fusor.generate(prompt, 20, **settings) != plain
+    plain = continued(fusor.model, prompt, 20)
+    assert decode(fusor, [prompt], [drawer])[0] == continued(fusor.model, prompt, 20, **settings) != plain
 
 
 def test_sampling() -> None:
@@ -117,5 +138,5 @@ def test_sampling() -> None:
     torch.manual_seed(11)
     assert (
         NextToken(fusor.model, fused[0].token_ids, 1, 11, **SAMPLED).draw(fused[0].logits)
-        == fusor.generate(fused[0], 1, **SAMPLED)[0]
+        == continued(fusor.model, fused[0], 1, **SAMPLED)[0]
     )

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from prompts import chunk
 from tiny_models import tiny_model
+from waiting import loading, wait_until
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from spy_loader import SEEDS, TOKENS, key_of
 
 from cacheblend.blend import Fusor
-from cacheblend.loader.layer_loader import THREADS
 from cacheblend.store import ChunkKV, KVStore, StoreConfig
 
 
@@ -26,7 +26,7 @@ def fusor() -> Fusor:
 @pytest.fixture(autouse=True)
 def _no_thread_stays() -> Iterator[None]:
     yield
-    assert not THREADS.busy
+    wait_until(lambda: not loading())
 
 
 @pytest.fixture(scope="module")

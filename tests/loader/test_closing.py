@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 from prompts import chunk, draw_ids
 from spy_loader import SpyLoader, elsewhere, prompts
-from waiting import wait_until
+from waiting import loading, wait_until
 
 from cacheblend.base.errors import FusionCancelledError, StoreError
 from cacheblend.blend import FusionConfig, Fusor, Prompt, Segment
 from cacheblend.loader import LayerLoader, LoaderConfig
-from cacheblend.loader.layer_loader import THREADS
 from cacheblend.store import KVStore, Placement
 
 
@@ -24,7 +23,7 @@ def test_closing_midway(fusor: Fusor, stores: dict[str, KVStore], selector: str)
         assert [next(steps).layer, next(steps).layer] == [0, 1]
         steps.close()
         loader.close()
-        assert not THREADS.busy
+        wait_until(lambda: not loading())
         placements = [segment.kv for segment in spread if isinstance(segment.kv, Placement)]
     assert open_entries(stores["nvme"]) == 0
     for placement in placements:
@@ -70,7 +69,7 @@ def test_closing_while_loading(
         for thread in (consumer, closer):
             thread.join(60)
             assert not thread.is_alive()
-    assert not THREADS.busy
+    wait_until(lambda: not loading())
     assert loader.fetched == [0] * fetched
 
 
@@ -102,7 +101,7 @@ def test_unclosed(fusor: Fusor) -> None:
     def drop() -> None:
         held.clear()
         gc.collect()
-        wait_until(lambda: not THREADS.busy)
+        wait_until(lambda: not loading())
 
     with pytest.warns(ResourceWarning, match="LayerLoader was not closed"):
         drop()

@@ -34,33 +34,29 @@ def test_a_measured_profile(fusor: Fusor, tmp_path: Path) -> None:
         LoaderConfig(),
         chunk_tokens=16,
         lengths=(64, 16),
-        ratios=(0.25, 1.0),
-        repeats=1,
         on_progress=lambda *step: seen.append(step),
     )
     assert (profile.model, profile.device) == (fusor.fingerprint, describe_device(torch.device("cpu")))
     assert [sample.tokens for sample in profile.prefill] == [16, 64]
     layers = fusor.decoder.geometry.layers
-    assert [sample.layer for sample in profile.blend] == [*range(layers)] * 4
-    quarter = [sample for sample in profile.blend if sample.tokens == 64][:layers]
-    assert [sample.rows for sample in quarter] == sorted((sample.rows for sample in quarter), reverse=True)
-    assert (quarter[0].rows, quarter[1].projected, quarter[2].projected) == (64, 64, 0)
-    assert {sample.rows for sample in profile.blend[layers : 2 * layers - 1]} == {16}
-    assert (profile.blend[2 * layers - 1].rows, profile.blend[2 * layers - 1].projected) == (1, 16)
+    assert [sample.layer for sample in profile.blend] == [*range(layers)] * 8
+    half = [sample for sample in profile.blend if sample.tokens == 64][2 * layers : 3 * layers]
+    assert [sample.rows for sample in half] == sorted((sample.rows for sample in half), reverse=True)
+    assert (half[0].rows, half[1].projected, half[2].projected) == (64, 64, 0)
+    assert {sample.rows for sample in profile.blend[3 * layers : 4 * layers - 1]} == {16}
+    assert (profile.blend[4 * layers - 1].rows, profile.blend[4 * layers - 1].projected) == (1, 16)
     assert set(profile.tiers) == {"ram", "nvme"}
-    assert seen[-1] == ("profile", 5, 5)
+    assert seen[-1] == ("profile", 9, 9)
     assert not list((tmp_path / "profiles").iterdir())
     write_profile(tmp_path, profile)
     assert read_profile(tmp_path, model=profile.model, device=profile.device) == profile
 
 
-@pytest.mark.parametrize(
-    ("option", "value"), [("lengths", ()), ("lengths", (0,)), ("ratios", (0.0,)), ("ratios", (1.5,)), ("repeats", 0)]
-)
-def test_bad_options(fusor: Fusor, tmp_path: Path, option: str, value: object) -> None:
-    """A length, ratio or number of repeats outside its range is refused before anything is measured."""
-    with pytest.raises(ConfigError, match=option):
-        measure_profile(fusor, tmp_path, LoaderConfig(), **{option: value})
+@pytest.mark.parametrize("lengths", [(), (0,)])
+def test_bad_lengths(fusor: Fusor, tmp_path: Path, lengths: tuple[int, ...]) -> None:
+    """No length, or one below 1, is refused before anything is measured."""
+    with pytest.raises(ConfigError, match="lengths"):
+        measure_profile(fusor, tmp_path, LoaderConfig(), lengths=lengths)
 
 
 def test_found_by_model_and_device(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from engines import CHUNK_TOKENS, DOCUMENTS, OpenEngine, make_model
 from fakes import FakeEmbedder
+from waiting import loading, wait_until
 
 from cacheblend.base.options import from_options
 from cacheblend.blend import Fusor
-from cacheblend.loader.layer_loader import THREADS
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.background_precompute import Foreground
@@ -83,4 +83,4 @@ def engine(open_ingested: OpenEngine) -> Engine:
 @pytest.fixture(autouse=True)
 def _no_loader_stays() -> Iterator[None]:
     yield
-    assert not THREADS.busy
+    wait_until(lambda: not loading())

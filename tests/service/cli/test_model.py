@@ -65,7 +65,7 @@ def test_terms_names_and_downloads(flag: str, run: CommandLine, monkeypatch: pyt
 
 def test_profile_then_plan(run: CommandLine) -> None:
     """From the file that `profile` leaves beside the store, `plan` compares the devices, sorted by price."""
-    small = ("--length", "16", "--length", "64", "--ratio", "0.25", "--repeats", "1", "--chunk-tokens", "16")
+    small = ("--length", "16", "--length", "64", "--chunk-tokens", "16")
     measured = run("profile", str(run.model), "--store-dir", str(run.store), *small, "--json").json
     assert [sample["tokens"] for sample in measured["prefill"]] == [16, 64]
     assert Path(str(measured["file"])).parent == run.store / "profiles"
