@@ -63,22 +63,21 @@ def open_webui(address: str, texts: list[str], questions: list[str]) -> None:
 
 
 def langchain_stuff(address: str, texts: list[str], questions: list[str]) -> None:
-    """`create_stuff_documents_chain`: it formats each document by a template and joins them by an empty line."""
     langchain = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
+    documents = pytest.importorskip("langchain_classic.chains.combine_documents", reason="langchain-classic is not installed")
     from langchain_core.documents import Document
-    from langchain_core.prompts import ChatPromptTemplate, PromptTemplate, format_document
+    from langchain_core.prompts import ChatPromptTemplate
 
     prompt = ChatPromptTemplate.from_messages([("system", "Answer from the context only.\n\n{context}"), ("human", "{input}")])
-    of_document = PromptTemplate.from_template("{page_content}")
-    context = "\n\n".join(format_document(Document(page_content=text), of_document) for text in texts)
     model = langchain.ChatOpenAI(base_url=f"{address}/v1", api_key="none", model=MODEL, max_tokens=2)
-    (prompt | model).invoke({"context": context, "input": questions[-1]})
+    chain = documents.create_stuff_documents_chain(model, prompt)
+    chain.invoke({"context": [Document(page_content=text) for text in texts], "input": questions[-1]})
 
 
-def llama_index_engine(address: str, texts: list[str], questions: list[str]) -> None:
+def llama_index(address: str, texts: list[str]) -> tuple[Any, Any]:
+    """LlamaIndex's class for services, and a retriever that finds these texts."""
     pytest.importorskip("llama_index.llms.openai_like", reason="llama-index-llms-openai-like is not installed")
-    from llama_index.core import PromptHelper, QueryBundle, get_response_synthesizer
-    from llama_index.core.query_engine import RetrieverQueryEngine
+    from llama_index.core import QueryBundle
     from llama_index.core.retrievers import BaseRetriever
     from llama_index.core.schema import NodeWithScore, TextNode
     from llama_index.llms.openai_like import OpenAILike
@@ -87,10 +86,30 @@ def llama_index_engine(address: str, texts: list[str], questions: list[str]) -> 
         def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
             return [NodeWithScore(node=TextNode(text=text, metadata={"file_name": "a.md"})) for text in texts]
 
-    llm = OpenAILike(model=MODEL, api_base=f"{address}/v1", api_key="none", max_tokens=2, temperature=0.0, is_chat_model=True)
+    options: Any = {"api_base": f"{address}/v1", "api_key": "none", "max_tokens": 2, "context_window": 8000}
+    return OpenAILike(model=MODEL, temperature=0.0, is_chat_model=True, **options), Fixed()
+
+
+def llama_index_engine(address: str, texts: list[str], questions: list[str]) -> None:
+    llm, retriever = llama_index(address, texts)
+    from llama_index.core import PromptHelper, get_response_synthesizer
+    from llama_index.core.query_engine import RetrieverQueryEngine
+
     helper = PromptHelper(context_window=8000, num_output=2, tokenizer=str.split)
     synthesizer = get_response_synthesizer(llm=llm, prompt_helper=helper)
-    RetrieverQueryEngine.from_args(Fixed(), llm=llm, response_synthesizer=synthesizer).query(questions[-1])
+    RetrieverQueryEngine.from_args(retriever, llm=llm, response_synthesizer=synthesizer).query(questions[-1])
+
+
+def llama_index_chat(address: str, texts: list[str], questions: list[str]) -> None:
+    """The context is in the system message, before the conversation so far."""
+    llm, retriever = llama_index(address, texts)
+    from llama_index.core.chat_engine import ContextChatEngine
+    from llama_index.core.llms import ChatMessage
+    from llama_index.core.memory import ChatMemoryBuffer
+
+    said = [ChatMessage(role=turn["role"], content=turn["content"]) for turn in turns("", questions)[:-1]]
+    memory = ChatMemoryBuffer.from_defaults(said, token_limit=4000, tokenizer_fn=str.split)
+    ContextChatEngine.from_defaults(retriever=retriever, llm=llm, memory=memory).chat(questions[-1])
 
 
 def haystack_pipeline(address: str, texts: list[str], questions: list[str]) -> None:
@@ -127,7 +146,8 @@ def agent(address: str, texts: list[str], questions: list[str]) -> None:
     send(address, [asked, called, {"role": "tool", "tool_call_id": "call_1", "content": found}], tools=TOOLS)
 
 
-RECIPES: tuple[Recipe, ...] = (open_webui, langchain_stuff, llama_index_engine, haystack_pipeline, f_string, agent)
+LLAMA_INDEX: tuple[Recipe, ...] = (llama_index_engine, llama_index_chat)
+RECIPES: tuple[Recipe, ...] = (open_webui, langchain_stuff, *LLAMA_INDEX, haystack_pipeline, f_string, agent)
 
 
 @pytest.fixture(scope="module")
