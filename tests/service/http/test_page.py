@@ -239,7 +239,7 @@ def test_sentences_lead_to_their_chunks(page: Any, address: str) -> None:
 @pytest.mark.skipif(AXE is None, reason="axe is not installed: pip install axe-core-python")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_accessibility(browser: Any, address: str, scheme: str) -> None:
-    """Nothing serious is found by axe, with an answer on the page."""
+    """Nothing serious is found by axe, with an answer on the page, a look into a prompt, and all unfolded."""
     assert AXE is not None
     assert AXE.origin is not None
     source = next(Path(AXE.origin).parent.rglob("axe.min.js")).read_text(encoding="utf-8")
@@ -250,6 +250,10 @@ def test_accessibility(browser: Any, address: str, scheme: str) -> None:
         page.get_by_role("button", name="Ask", exact=True).click()
         page.locator("#chunks > li").nth(2).wait_for()
         page.locator("#answer[aria-busy=false]").wait_for()
+        page.locator("details").evaluate_all("all => all.forEach((one) => one.open = true)")
+        page.get_by_role("textbox", name="Prompt").fill(f"<source>{'It rains there. ' * 9}</source>\nWhy?")
+        page.get_by_role("button", name="Look").click()
+        page.locator("#looked mark").wait_for()
         found = page.evaluate(f"async () => {{ {source}; return (await axe.run()).violations; }}")
     serious = [
         (rule["id"], [node["html"] for node in rule["nodes"][:3]])
