@@ -9,6 +9,7 @@ import os
 import socket
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,7 @@ from cacheblend.service.serving.scheduler import ServingConfig
 from . import options, terminal
 from .model import choose_model
 
+DEFAULT = "default"  # stands for the known model that is chosen where none is named
 logger = logging.getLogger(__name__)
 
 
@@ -112,8 +114,9 @@ def serve(
     if http.require_key and not tenants and http.api_key is None and http.host not in LOOPBACK:
         allowed = "needed to listen on other addresses than this machine's: set CACHEBLEND_API_KEY, or name tenants in --config"
         raise ConfigError("api_key", None, allowed)
+    engine = settings.make(EngineConfig, model=model or DEFAULT, store_dir=store_dir)  # before anything is loaded or fetched
     hold_freed_memory()
-    chosen = choose_model(model, yes=yes)
+    engine = replace(engine, model=choose_model(model, yes=yes))
     with bind(http.host, http.port) as listener:
         # Libraries take seconds to load: a port that is in use is refused before.
         terminal.hush_libraries()
@@ -124,7 +127,6 @@ def serve(
         logging.config.dictConfig(log_config(min(logging.INFO, logging.getLogger().level or logging.INFO)))
         logger.info("the service is starting; it will listen on %s:%d", *listener.getsockname()[:2])
 
-        engine = settings.make(EngineConfig, model=chosen, store_dir=store_dir)
         with in_own_thread(Server, engine, serving, http, tenants) as server:
             in_own_thread(server.warm_up)
             # What was loaded stays: a full collection over its half a million objects would hold Python's lock for 0.3 s.

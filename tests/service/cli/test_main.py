@@ -53,6 +53,8 @@ def test_serve_is_light_until_its_port_is_had() -> None:
     assert "cacheblend.cli.serve" in modules
     assert not modules & {"fastapi", "uvicorn"}
     assert not [name for name in modules if name.startswith("cacheblend.eval")]
+    for wrong in (("--preset", "nope"), ("--recompute-ratio", "5"), ("--device", "cuda:99")):
+        assert not _modules_after("serve", *wrong, exit_code=2) & {"fastapi", "uvicorn", "sentence_transformers"}
 
 
 def test_listing_documents_is_light(tmp_path: Path) -> None:
