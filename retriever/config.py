@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.base.options import check_whole, is_number, is_whole, option
+from cacheblend.base.options import check_whole, is_number, option
 
 DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
 SEPARATOR = "\n\n"
@@ -23,7 +23,6 @@ class RetrieverConfig:
 
     directory: Path | None = None  # of the catalog, made when missing; None keeps it in memory
     chunk_tokens: int = option(512, "Tokens of the model in a chunk, before its separator; fixed once documents are ingested.")
-    chunk_overlap_tokens: int = option(0, "Tokens that a chunk repeats from the end of the one before.")
     separator: str = SEPARATOR  # text after every chunk, tokenised together with it
     embedder: str = option(DEFAULT_EMBEDDER, "A sentence-transformers model: a name or a folder.")
     index_budget_bytes: int | None = option(
@@ -36,12 +35,7 @@ class RetrieverConfig:
         choices=RETRIEVALS,
     )
     search_rounds: int = option(2, "1, or 2: a third of the chunks by names in the best document, for questions over two.")
-    min_score: float | None = option(
-        None,
-        "Leave out chunks below this score: the cosine similarity of question and chunk, -1 to 1, however the chunk was found, "
-        "or with --reranker its score, 0 to 1. Left out, none is.",
-    )
-    reranker: str | None = option(None, "CrossEncoder of sentence-transformers: orders the best chunks anew; name or folder.")
+    min_score: float | None = option(None, "Leave out chunks whose cosine similarity with the question, -1 to 1, is below it.")
 
     def __post_init__(self) -> None:
         if isinstance(self.directory, str):  # what command lines and notebooks pass
@@ -49,18 +43,13 @@ class RetrieverConfig:
         if self.directory is not None and not isinstance(self.directory, Path):
             raise ConfigError("directory", self.directory, "a path, or None for memory")
         check_whole("chunk_tokens", self.chunk_tokens)
-        if not is_whole(self.chunk_overlap_tokens) or not 0 <= self.chunk_overlap_tokens < self.chunk_tokens:
-            allowed = f"a whole number from 0 to chunk_tokens - 1 = {self.chunk_tokens - 1}"
-            raise ConfigError("chunk_overlap_tokens", self.chunk_overlap_tokens, allowed)
         if not isinstance(self.separator, str):
             raise ConfigError("separator", self.separator, "text")
         for name, choices in (("retrieval", RETRIEVALS), ("search_rounds", (1, 2))):
             if (value := getattr(self, name)) not in choices:
                 raise ConfigError(name, value, f"one of {', '.join(map(str, choices))}")
-        for name in ("embedder", "reranker"):
-            value = getattr(self, name)
-            if not (isinstance(value, str) and value.strip()) and (value is not None or name == "embedder"):
-                raise ConfigError(name, value, "name or path of a model of sentence-transformers")
+        if not isinstance(self.embedder, str) or not self.embedder.strip():
+            raise ConfigError("embedder", self.embedder, "name or path of a model of sentence-transformers")
         if self.index_budget_bytes is not None:
             check_whole("index_budget_bytes", self.index_budget_bytes)
         if self.min_score is not None and not (is_number(self.min_score) and -1 <= self.min_score <= 1):

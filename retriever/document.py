@@ -173,7 +173,7 @@ class ChunkPlace:
 class ScoredChunk:
     """A chunk found for a question.
 
-    The score is the cosine similarity of question and chunk, however the chunk was found, or the reranker's score; best is 1.
+    The score is the cosine similarity of question and chunk, however the chunk was found; best is 1.
     """
 
     chunk: Chunk
@@ -182,17 +182,16 @@ class ScoredChunk:
     place: ChunkPlace = field(default_factory=ChunkPlace)
 
 
-def chunk_places(document_id: str, title: str, texts: Sequence[str], *, has_overlap: bool = False) -> Iterator[ChunkPlace]:
+def chunk_places(document_id: str, title: str, texts: Sequence[str]) -> Iterator[ChunkPlace]:
     """The place of each chunk of a document.
 
     Args:
         document_id: says by its suffix what kind of file it is of; a URL is of a page that was converted.
         title: stands in the first chunk's text, and not in the file.
         texts: of all its chunks, in order; the heads of tables that they repeat are no lines of the file.
-        has_overlap: chunks repeat the ends of those before, so that lines cannot be counted.
     """
     suffix, table = _suffix(document_id), TableHead(document_id, title)
-    has_lines = not has_overlap and not CONVERTED_SUFFIXES.fullmatch(suffix)
+    has_lines = not CONVERTED_SUFFIXES.fullmatch(suffix)
     line = 1 - (title.count("\n") + 1 if title else 0)
     headings_above: Iterable[tuple[str, ...]] = repeat(())
     if suffix in MARKDOWN_SUFFIXES or CONVERTED_SUFFIXES.fullmatch(suffix):

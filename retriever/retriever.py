@@ -19,7 +19,7 @@ from cacheblend.base.threads import Progress, in_groups
 from .catalog import Catalog, Change
 from .config import RetrieverConfig
 from .document import Chunk, ChunkPlace, Document, EmbeddedDocument, ScoredChunk, chunk_places, found_texts, with_one_text
-from .embedder import CrossEncoderReranker, Embedder, Reranker, SentenceTransformerEmbedder, checked_between_batches
+from .embedder import Embedder, SentenceTransformerEmbedder, checked_between_batches
 from .index import INDEX_FILE, WORD, IndexedDocuments, SearchIndex, VectorIndex, fuse_rankings
 from .splitter import Splitter
 
@@ -32,7 +32,6 @@ BATCH_CHUNKS = 128  # embedded and added together: enough that chunks of like le
 CANDIDATES = 50  # of each ranking that is fused
 FIRST_ROUND_SHARE = 2 / 3  # of the chunks that the first round of two decides
 MAX_PLACES = 100_000  # that are remembered, each of a chunk
-RERANKED = 4  # candidates for each chunk that is wanted
 # Of a title, and of headings, in front of each chunk: a quarter of a chunk's tokens, but so many at least and at most.
 TITLE_TOKENS = (8, 64)
 
@@ -63,7 +62,6 @@ class Retriever(IndexedDocuments):
         config: how to split, which embedder, where to store.
         tokenizer: the model's own fast tokenizer.
         embedder: in place of the one that the config names.
-        reranker: in place of the one that the config names.
 
     Raises:
         RetrieverError: the directory cannot be used, or its documents were added with other settings.
@@ -74,20 +72,17 @@ class Retriever(IndexedDocuments):
         config: RetrieverConfig,
         tokenizer: PreTrainedTokenizerBase | Tokenizer,
         embedder: Embedder | None = None,
-        reranker: Reranker | None = None,
     ) -> None:
         self._closed = True  # until there is something to close
         self.config = config
         self.splitter = Splitter(tokenizer, config)
         self.embedder: Embedder = SentenceTransformerEmbedder(config.embedder) if embedder is None else embedder
-        named = None if config.reranker is None else CrossEncoderReranker(config.reranker)
-        self.reranker: Reranker | None = reranker or named
         if config.directory is not None:
             try:
                 make_folder(config.directory)
             except OSError as error:
                 raise RetrieverError(f"cannot make {config.directory}: {error.strerror}; choose another directory") from error
-        settings = {name: str(getattr(config, name)) for name in ("chunk_tokens", "chunk_overlap_tokens", "separator")}
+        settings = {name: str(getattr(config, name)) for name in ("chunk_tokens", "separator")}
         settings |= {"tokenizer": self.splitter.fingerprint, "embedder": self.embedder.name}
         file = None if config.directory is None else config.directory / INDEX_FILE
         super().__init__(Catalog(file, settings, config.index_budget_bytes))
@@ -198,7 +193,7 @@ class Retriever(IndexedDocuments):
     def search(self, question: str, num_chunks: int) -> list[ScoredChunk]:
         """The `num_chunks` best chunks for a question, or as many as there are, best first; see `RetrieverConfig.retrieval`.
 
-        `min_score` drops chunks below it, perhaps all. A reranker picks the best of four times as many.
+        `min_score` drops chunks below it, perhaps all.
 
         Raises:
             InputError: the question is empty, num_chunks below 1, or there are no chunks at all.
@@ -219,15 +214,8 @@ class Retriever(IndexedDocuments):
                     f"the embedder gives vectors of {len(vector_D)} dimensions, the index has {index.dimensions}; "
                     "use the embedder it was built with, or another directory"
                 )
-            wanted = num_chunks if self.reranker is None else max(num_chunks, min(RERANKED * num_chunks, CANDIDATES))
-            found = self._find(index, question, vector_D, wanted)
+            found = self._find(index, question, vector_D, num_chunks)
         placed = [replace(one, place=self._place(one.chunk), score=1 - one.distance / 2) for one in found]
-        if self.reranker is not None:
-            heads = (" > ".join(filter(None, (one.chunk.title, *one.place.headings))) for one in placed)
-            texts = [f"{head}\n{one.chunk.text}" for head, one in zip(heads, placed, strict=True)]
-            scores = self.reranker.scores(question, texts)
-            placed = [replace(one, score=score) for one, score in zip(placed, scores, strict=True)]
-            placed = sorted(placed, key=lambda one: -one.score)[:num_chunks]
         least = self.config.min_score
         return placed if least is None else [one for one in placed if one.score >= least]
 
@@ -238,8 +226,7 @@ class Retriever(IndexedDocuments):
             places = self._places.get(key)
             texts = self._catalog.document_texts(*key) if places is None else []
         if places is None:  # found without the lock: a document may be long
-            has_overlap = self.config.chunk_overlap_tokens > 0
-            places = tuple(chunk_places(chunk.document_id, chunk.title, texts, has_overlap=has_overlap))
+            places = tuple(chunk_places(chunk.document_id, chunk.title, texts))
             with self._lock:
                 if sum(map(len, self._places.values())) + len(places) > MAX_PLACES:
                     self._places.clear()

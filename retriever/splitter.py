@@ -82,9 +82,7 @@ class PlainTokenizer:
         """The control tokens among ids, in order."""
         return [token for token in token_ids if token in self._controls]
 
-    def cut(
-        self, text: str, max_tokens: int, overlap_tokens: int = 0, *, at_sentences: bool = False, check: Check = lambda: None
-    ) -> list[str]:
+    def cut(self, text: str, max_tokens: int, *, at_sentences: bool = False, check: Check = lambda: None) -> list[str]:
         """Cut `text` every `max_tokens` tokens; no piece is empty.
 
         With `at_sentences` a piece ends at the last of the best `BREAKS` in its second half; and the last piece is no shorter
@@ -92,7 +90,7 @@ class PlainTokenizer:
 
         Pieces are slices of `text`, not decoded tokens: decoding would turn a character with bytes on both sides of a
         border into U+FFFD, and drop leading spaces with some tokenizers. Such a character belongs to the later piece.
-        Without overlap the pieces joined are exactly `text`; a text without tokens has no piece. A long text is tokenised in
+        The pieces joined are exactly `text`; a text without tokens has no piece. A long text is tokenised in
         slices of `slice_characters`, each from the start of the previous slice's last piece: at once it would need 300 bytes a
         byte. `check` is called before each slice; an error that it raises ends the work.
         """
@@ -100,7 +98,7 @@ class PlainTokenizer:
         start, size = 0, self._slice_characters
         while True:
             check()
-            found = self._spans(text[start : start + size], max_tokens, overlap_tokens, at_sentences)
+            found = self._spans(text[start : start + size], max_tokens, at_sentences)
             if start + size >= len(text):
                 spans.extend((start + first, start + end) for first, end in found)
                 return [text[first:end] for first, end in spans]
@@ -110,7 +108,7 @@ class PlainTokenizer:
             spans.extend((start + first, start + end) for first, end in found[:-1])
             start, size = start + found[-1][0], self._slice_characters
 
-    def _spans(self, text: str, max_tokens: int, overlap_tokens: int, at_sentences: bool) -> list[tuple[int, int]]:
+    def _spans(self, text: str, max_tokens: int, at_sentences: bool) -> list[tuple[int, int]]:
         """Start and end of each piece."""
         starts = [start for _, start in self._encode(text)]
         if not starts:
@@ -118,7 +116,7 @@ class PlainTokenizer:
         # Borders never run backwards, whatever a normaliser does to offsets, so that no text is lost or doubled.
         borders = list(accumulate([0, *starts[1:], len(text)], max))
         cut = _sentence_spans if at_sentences else _token_spans
-        return [(first, end) for first, end in cut(text, borders, max_tokens, overlap_tokens) if first < end]
+        return [(first, end) for first, end in cut(text, borders, max_tokens) if first < end]
 
     def _encode(self, text: str, start: int = 0) -> list[tuple[int, int]]:
         """Token ids and the position in the text where each starts.
@@ -143,13 +141,13 @@ class PlainTokenizer:
         return [*tokens, *self._encode(text[done:], start + done)]
 
 
-def _token_spans(_: str, borders: list[int], max_tokens: int, overlap_tokens: int) -> Iterator[tuple[int, int]]:
+def _token_spans(_: str, borders: list[int], max_tokens: int) -> Iterator[tuple[int, int]]:
     """Start and end of each piece of just so many tokens; token t reaches from `borders[t]` to `borders[t + 1]`."""
-    for first in range(0, max(1, len(borders) - 1 - overlap_tokens), max_tokens - overlap_tokens):
+    for first in range(0, len(borders) - 1, max_tokens):
         yield borders[first], borders[min(first + max_tokens, len(borders) - 1)]
 
 
-def _sentence_spans(text: str, borders: list[int], max_tokens: int, overlap_tokens: int) -> Iterator[tuple[int, int]]:
+def _sentence_spans(text: str, borders: list[int], max_tokens: int) -> Iterator[tuple[int, int]]:
     """Start and end of each piece, cut at `BREAKS`; see `_token_spans`."""
     tokens = len(borders) - 1
     if tokens <= max_tokens:
@@ -161,13 +159,12 @@ def _sentence_spans(text: str, borders: list[int], max_tokens: int, overlap_toke
         last = tokens
         if last - first > max_tokens:
             latest = max(min(first + max_tokens, tokens - max_tokens // 4), first + 1)
-            earliest = first + max(max_tokens // 2, overlap_tokens + 1)
+            earliest = first + max(max_tokens // 2, 1)
             before = (places[bisect_left(places, latest + 1) - 1] for places in breaks if places and places[0] <= latest)
             last = next((place for place in before if place >= earliest), latest)
         end = borders[last] + (text[borders[last] : borders[last] + 1] == " ")  # the next piece begins with a word
         yield start, end
-        first = max(last - overlap_tokens, first + 1)
-        start = borders[first] if overlap_tokens else end
+        first, start = last, end
 
 
 class Splitter:
@@ -175,7 +172,7 @@ class Splitter:
 
     Args:
         tokenizer: the model's fast tokenizer; it is copied.
-        config: `chunk_tokens`, `chunk_overlap_tokens` and `separator` are used.
+        config: `chunk_tokens` and `separator` are used.
 
     Raises:
         RetrieverError: the tokenizer is not a fast one.
@@ -200,7 +197,7 @@ class Splitter:
 
         `check` is called between the slices of a long text, and between chunks; an error that it raises ends the work.
 
-        Without overlap, the chunks' texts joined are exactly the document's content (title line and text), but for the heads of
+        The chunks' texts joined are exactly the document's content (title line and text), but for the heads of
         tables: a chunk that begins within a table repeats the head, if that is no longer than a quarter. A chunk has at most
         `chunk_tokens` tokens, those of the separator, and a few more: it is tokenised anew by itself (which may cut a word in
         two or regroup a number), and begins with a complete character.
@@ -214,13 +211,11 @@ class Splitter:
             if self._separator_tokens < len(ids) <= max_tokens:  # one chunk, tokenised once, as a request's passage usually is
                 return [Chunk(document.id, document.version, 0, document.title, content, tuple(ids))]
         check()
-        overlap = self.config.chunk_overlap_tokens
-        table, short = TableHead(document.id, document.title), dict[str, int]()
-        if not overlap:
-            sizes = {head: len(self._tokenizer.ids(head)) for head in table.all_of(content) if len(head) <= len(content) // 2}
-            short = {head: size for head, size in sizes.items() if size <= max_tokens // 4}
-            max_tokens -= max(short.values(), default=0)
-        texts = self._tokenizer.cut(content, max_tokens, overlap, at_sentences=True, check=check)
+        table = TableHead(document.id, document.title)
+        sizes = {head: len(self._tokenizer.ids(head)) for head in table.all_of(content) if len(head) <= len(content) // 2}
+        short = {head: size for head, size in sizes.items() if size <= max_tokens // 4}
+        max_tokens -= max(short.values(), default=0)
+        texts = self._tokenizer.cut(content, max_tokens, at_sentences=True, check=check)
         if not texts:
             raise InputError(f"document {document.id!r} has no tokens for this model's tokenizer; leave it out")
         chunks: list[Chunk] = []

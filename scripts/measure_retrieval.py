@@ -170,7 +170,7 @@ def opened(
 ) -> Iterator[tuple[Retriever, Answerer | None]]:
     """The retriever of a way to search, with the corpus in it, and what answers, if anything shall."""
     chunk_tokens, embedder = options.chunk_tokens or WHOLE, CachingEmbedder(SentenceTransformerEmbedder())
-    config = RetrieverConfig(chunk_tokens=chunk_tokens, reranker=options.reranker, **WAYS[way])
+    config = RetrieverConfig(chunk_tokens=chunk_tokens, **WAYS[way])
 
     def report(done: int, total: int) -> None:
         if done % 500 == 0 or done == total:
@@ -258,7 +258,6 @@ DEPENDS_ON = (
     "answers",
     "prompt",
     "chunk_tokens",
-    "reranker",
     "ratio",
     "best_last",
     "context_filler",
@@ -286,12 +285,9 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--context-filler", default="auto", help="see the engine's option: auto, none, or a text file")
     parser.add_argument("--chunk-tokens", type=int, help="split passages into chunks of so many; left out, they stay whole")
-    parser.add_argument("--reranker", default="none", help="a CrossEncoder that orders what was found, or none")
     parser.add_argument("--out", type=Path, help="a line a case; a file that is there is gone on with")
     parser.add_argument("--json", action="store_true", help="nothing but the JSON object on stdout: no table before it")
-    options = parser.parse_args(arguments)
-    options.reranker = None if options.reranker == "none" else options.reranker
-    return options
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

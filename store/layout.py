@@ -1,6 +1,6 @@
 """On-disk layout of a store's folder: its marker, journal, lock and reserve.
 
-store.json           marker: kind and format version of the folder
+store.json           marker of the folder; the catalog and each entry have a version
 catalogue.sqlite     the entries
 lock                 held by the process that changes files or catalog
 journal              the entries that it is changing; empty between changes
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import logging
 import os
 import threading
@@ -28,10 +27,8 @@ from cacheblend.base.files import FILE_MODE, make_folder, replacing, sync_folder
 
 logger = logging.getLogger(__name__)
 
-STORE_FORMAT = 1
-_KIND = "cacheblend-store"
+_MARK = b'{"kind": "cacheblend-store"}\n'
 _MARKER = "store.json"
-_MARKER_BYTES = 4096
 _MAX_DAMAGED_FILES = 8
 _IGNORED = ("lost+found", f"{_MARKER}.")  # the root of a fresh file system is an empty folder too
 
@@ -95,37 +92,25 @@ class StoreFolder:
             path.unlink(missing_ok=True)
 
     def _check_marker(self) -> None:
-        """Refuse a folder of another kind or format; make the marker of a new store, and that of a store which lost it."""
-        is_store = self.catalog.is_file() and self.lock.is_file() and self._entries.is_dir()  # the catalog has its own version
-        kind = version = None
-        has_marker = self._marker.exists()
-        if has_marker:
-            with suppress(ValueError, TypeError, KeyError, RecursionError):
-                marker = json.loads(self._marker.read_bytes()[:_MARKER_BYTES])
-                kind, version = marker["kind"], marker["format"]
-        if kind == _KIND and isinstance(version, int):
-            if version != STORE_FORMAT:
-                raise StoreDirectoryError(
-                    f"{self.root} has format {version}, this version of cacheblend reads {STORE_FORMAT}; "
-                    "use the version that made it, or a new folder (chunks are computed again); where no other version ever "
-                    f"used it, the number is damaged: remove {_MARKER}, which is made again"
-                )
+        """Refuse a folder that is none of a store; make the marker of a new store, and that of a store which lost it."""
+        if self._is_marked():
             return
-        if is_store:
+        if self.catalog.is_file() and self.lock.is_file() and self._entries.is_dir():
             logger.warning("%s is missing or damaged, and is made again: the rest of the store is there", self._marker)
-        elif has_marker:
-            what = "not a store's marker" if kind is None else f"the marker of {kind!r}"
-            raise StoreDirectoryError(f"{self._marker} is {what}; name another folder")
         else:
             strangers = sorted(path.name for path in self.root.iterdir() if not path.name.startswith(_IGNORED))
-            if strangers and not self._marker.exists():  # another process may just have made it
-                raise StoreDirectoryError(
-                    f"{self.root} is not a store: it holds {strangers[0]} and no {_MARKER}; name an empty or a new folder"
-                )
+            if strangers and not self._is_marked():  # another process may just have made it
+                why = f"it holds {strangers[0]}, and {_MARKER} does not mark it as one"
+                raise StoreDirectoryError(f"{self.root} is not a store: {why}; name an empty or a new folder")
         # Renamed into place: a crash leaves no half-written marker, which would make the folder a stranger.
         with replacing(self._marker) as file:
-            file.write(json.dumps({"kind": _KIND, "format": STORE_FORMAT}).encode() + b"\n")
+            file.write(_MARK)
         sync_folder(self.root)
+
+    def _is_marked(self) -> bool:
+        with suppress(FileNotFoundError):
+            return self._marker.read_bytes()[: len(_MARK) + 1] == _MARK
+        return False
 
 
 _DIGITS = 64  # of a digest

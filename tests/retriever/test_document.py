@@ -57,8 +57,6 @@ def test_bad_document_is_refused(raw: object, says: str) -> None:
         ("chunk_tokens", 0),
         ("chunk_tokens", 1.5),
         ("chunk_tokens", True),
-        ("chunk_overlap_tokens", -1),
-        ("chunk_overlap_tokens", 512),
         ("separator", None),
         ("embedder", " "),
         ("directory", 3),
@@ -67,7 +65,6 @@ def test_bad_document_is_refused(raw: object, says: str) -> None:
         ("min_score", 2),
         ("min_score", math.nan),
         ("min_score", "1"),
-        ("reranker", " "),
     ],
 )
 def test_bad_setting_is_refused(field: str, value: object) -> None:

@@ -17,7 +17,7 @@ needs_package = pytest.mark.skipif(offline_model_dir() is None, reason="gt-all-m
 
 @pytest.fixture(scope="module")
 def embedder() -> SentenceTransformerEmbedder:
-    return SentenceTransformerEmbedder(device="cpu")
+    return SentenceTransformerEmbedder()
 
 
 @needs_package
@@ -52,7 +52,7 @@ def test_what_stands_behind_the_models_limit_is_found(embedder: SentenceTransfor
 @needs_package
 def test_a_folder_is_loaded_by_its_path(embedder: SentenceTransformerEmbedder, capfd: pytest.CaptureFixture[str]) -> None:
     """A model's folder works as a name, and loading prints nothing."""
-    by_path = SentenceTransformerEmbedder(str(offline_model_dir()), device="cpu")
+    by_path = SentenceTransformerEmbedder(str(offline_model_dir()))
     np.testing.assert_allclose(by_path.encode(["a text"]), embedder.encode(["a text"]), atol=1e-6)
     assert capfd.readouterr() == ("", "")
 

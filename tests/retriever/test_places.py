@@ -21,7 +21,7 @@ def places(text: str, id_: str = "guide.md", title: str = "", **options: object)
     config = RetrieverConfig(**{"chunk_tokens": 24, **options})  # type: ignore[arg-type]
     chunks = Splitter(tiny_tokenizer(), config).split(Document(id_, title, text))
     texts = [chunk.text for chunk in chunks]
-    return texts, list(chunk_places(id_, title, texts, has_overlap=config.chunk_overlap_tokens > 0))
+    return texts, list(chunk_places(id_, title, texts))
 
 
 @settings(deadline=None)
@@ -44,10 +44,9 @@ def test_lines_are_those_of_the_file(text: str, title: str) -> None:
 
 
 def test_lines_of_what_has_none() -> None:
-    """A converted file's text, and chunks that overlap, have no lines; those of a page do not either."""
+    """A converted file's text has no lines; those of a page do not either."""
     assert {place.lines for place in places(GUIDE, "guide.docx")[1]} == {None}
     assert {place.lines for place in places(GUIDE, "guide.pdf#page=3")[1]} == {None}
-    assert {place.lines for place in places(GUIDE, chunk_overlap_tokens=4)[1]} == {None}
     assert places(GUIDE)[1][0].lines == (1, 3)
     assert [str(ChunkPlace(lines, ("A", "B"))) for lines in ((1, 3), (2, 2), None)] == [
         ", lines 1-3, under A > B",
@@ -111,14 +110,12 @@ def test_a_chunk_is_found_by_its_heading(tmp_path: Path) -> None:
 
 
 def test_the_index_alone_knows_places(tmp_path: Path) -> None:
-    """Without a model the places are the same; where the chunks overlap there, too, no lines are told."""
-    for overlap, name in ((0, "plain"), (4, "overlapping")):
-        config = RetrieverConfig(directory=tmp_path / name, chunk_tokens=24, chunk_overlap_tokens=overlap)
-        with Retriever(config, tiny_tokenizer(), FakeEmbedder()) as retriever:
-            retriever.add([{"id": "guide.md", "text": GUIDE}])
-            expected = retriever.places(retriever.chunks())
-        with IndexedDocuments.open(tmp_path / name) as index:
-            found = index.places(index.chunks("guide.md"))
-        assert found == expected
-        assert (found[1].lines is None) == bool(overlap)
-        assert found[-1].headings
+    """Without a model the places are the same."""
+    with Retriever(RetrieverConfig(directory=tmp_path, chunk_tokens=24), tiny_tokenizer(), FakeEmbedder()) as retriever:
+        retriever.add([{"id": "guide.md", "text": GUIDE}])
+        expected = retriever.places(retriever.chunks())
+    with IndexedDocuments.open(tmp_path) as index:
+        found = index.places(index.chunks("guide.md"))
+    assert found == expected
+    assert found[1].lines is not None
+    assert found[-1].headings

@@ -110,7 +110,6 @@ def test_two_open_retrievers_see_each_others_documents(tmp_path: Path) -> None:
     ("change", "says"),
     [
         ({"chunk_tokens": 20}, "built with chunk_tokens '12', and this run has '20'"),
-        ({"chunk_overlap_tokens": 1}, "chunk_overlap_tokens"),
         ({"separator": "\n"}, "separator"),
         ({"embedder": FakeEmbedder("other")}, "built with embedder 'fake', and this run has 'other'"),
         ({"vocab": 500}, "tokenizer"),

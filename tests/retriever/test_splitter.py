@@ -43,28 +43,6 @@ def test_chunks_joined_are_the_content(text: str, title: str, chunk_tokens: int)
     assert max(len(chunk.token_ids) for chunk in chunks) <= chunk_tokens + separator_tokens + SLACK_TOKENS
 
 
-@given(text=_texts, chunk_tokens=st.integers(2, 12), data=st.data())
-@settings(max_examples=100, deadline=None)
-def test_overlapping_chunks_are_slices_that_cover_the_text(text: str, chunk_tokens: int, data: st.DataObject) -> None:
-    """With overlap every chunk is a slice of the text that begins no later than the one before ends."""
-    overlap = data.draw(st.integers(1, chunk_tokens - 1))
-    ends = {0}  # a text that repeats itself has several readings
-    for chunk in split(text, chunk_tokens=chunk_tokens, chunk_overlap_tokens=overlap):
-        starts = {at for at in range(max(ends) + 1) if text.startswith(chunk.text, at)}
-        ends = {at + len(chunk.text) for at in starts for end in ends if at <= end <= at + len(chunk.text)}
-        assert ends
-    assert len(text) in ends
-
-
-def test_overlap_repeats_the_end_of_the_chunk_before() -> None:
-    """With an overlap of two, a piece begins with the last two tokens of the one before."""
-    text = "for while class for while class"
-    tokens = [tiny_tokenizer().decode([id_]) for id_ in tiny_tokenizer()(text, add_special_tokens=False)["input_ids"]]
-    pieces = PlainTokenizer(tiny_tokenizer()).cut(text, 4, 2)
-    assert pieces[:2] == ["".join(tokens[:4]), "".join(tokens[2:6])]
-    assert pieces[-1].endswith("class")
-
-
 def test_chunks_end_where_the_text_does() -> None:
     """A chunk ends before a heading, after a paragraph or a sentence, in its last half; words are torn nowhere."""
     sentence = "The value of the item is the name of the class. "
@@ -88,8 +66,6 @@ def test_a_text_without_breaks_is_cut_all_the_same() -> None:
     """Where no break is near, chunks have just so many tokens."""
     for text in ("漢字" * 300, "x" * 2000, "\n" * 500 + "end"):
         assert "".join(chunk.text for chunk in split(text, chunk_tokens=16)) == text
-        whole = split(text, chunk_tokens=16, chunk_overlap_tokens=9)
-        assert whole[-1].text == text[-len(whole[-1].text) :]
 
 
 def test_a_run_of_marks_is_read_once() -> None:
@@ -159,13 +135,13 @@ def test_slow_tokenizer_is_refused() -> None:
         Splitter(object(), RetrieverConfig())  # type: ignore[arg-type]  # on purpose
 
 
-@pytest.mark.parametrize(("max_tokens", "overlap"), [(7, 0), (7, 3), (300, 0)])
-def test_a_long_text_is_tokenised_in_slices(max_tokens: int, overlap: int) -> None:
+@pytest.mark.parametrize("max_tokens", [7, 300])
+def test_a_long_text_is_tokenised_in_slices(max_tokens: int) -> None:
     """A text that is tokenised in slices loses nothing, and has about the pieces that it has in one go."""
     plain, sliced = (PlainTokenizer(tiny_tokenizer(), slice_characters=size) for size in (10**6, 500))
     text = " ".join(f"word{number} und Straße, {number}" for number in range(1000))
-    whole, pieces = plain.cut(text, max_tokens, overlap), sliced.cut(text, max_tokens, overlap)
-    assert overlap or "".join(pieces) == text
+    whole, pieces = plain.cut(text, max_tokens), sliced.cut(text, max_tokens)
+    assert "".join(pieces) == text
     assert pieces[0] == whole[0]
     assert len(pieces) == pytest.approx(len(whole), rel=0.02)
     assert max(len(plain.ids(piece)) for piece in pieces) <= max_tokens + 4

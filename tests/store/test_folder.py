@@ -46,21 +46,11 @@ def test_something_else(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-@pytest.mark.parametrize(
-    ("marker", "message"),
-    [
-        ("", "not a store's marker"),
-        ("[]", "not a store's marker"),
-        ('{"format": 1}', "not a store's marker"),
-        ("[" * 100_000, "not a store's marker"),
-        ('{"kind": "photo-store", "format": 1}', "photo-store"),
-        ('{"kind": "cacheblend-store", "format": 99}', "format 99.*use the version that made it"),
-    ],
-)
-def test_other_markers(tmp_path: Path, marker: str, message: str) -> None:
-    """A folder of another kind or format is refused with what to do."""
+@pytest.mark.parametrize("marker", ["", "[]", "[" * 100_000, '{"kind": "photo-store", "format": 1}'])
+def test_other_markers(tmp_path: Path, marker: str) -> None:
+    """A folder of another kind is refused with what to do."""
     (tmp_path / "store.json").write_text(marker)
-    refuse(tmp_path, message)
+    refuse(tmp_path, "holds store.json, and store.json does not mark it as one; name an empty")
 
 
 @pytest.mark.parametrize(
@@ -77,14 +67,14 @@ def test_a_marker_is_made_again(tmp_path: Path, marker: bytes | None, caplog: py
     with KVStore(StoreConfig(directory=tmp_path)) as store:
         assert same(store.get(KEY), KV)
     assert "store.json is missing or damaged" in caplog.text
-    assert json.loads((tmp_path / "store.json").read_text()) == {"kind": "cacheblend-store", "format": 1}
+    assert json.loads((tmp_path / "store.json").read_text()) == {"kind": "cacheblend-store"}
 
 
 def test_marker_that_a_crash_cut_off(tmp_path: Path) -> None:
     """A crash while the marker was written leaves a folder that can still become a store."""
     (tmp_path / "store.json.new.123").write_text('{"kind"')
     with KVStore(StoreConfig(directory=tmp_path)):
-        assert json.loads((tmp_path / "store.json").read_text())["format"] == 1
+        assert json.loads((tmp_path / "store.json").read_text())["kind"]
 
 
 @pytest.mark.parametrize("call", ["mkdir", "open"])

@@ -101,7 +101,6 @@ def test_nothing_ingested(open_engine: OpenEngine) -> None:
         ("recompute_ratio", 1.5),
         ("selector", "magic"),
         ("chunk_tokens", 0),
-        ("chunk_overlap_tokens", -1),
         ("ram_budget_bytes", 0),
         ("nvme_budget_bytes", 0),
         ("embedder", ""),
