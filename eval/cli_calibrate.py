@@ -13,7 +13,7 @@ from cacheblend.base.files import make_folder
 from cacheblend.cli import options, terminal
 from cacheblend.eval.data import DocumentsSource, Preset
 from cacheblend.eval.data.source import SEARCHED_CHUNKS
-from cacheblend.eval.method_plan import CONTEXTS, METHOD_OF_SELECTOR
+from cacheblend.eval.method_plan import CONTEXTS, METHOD_OF_SELECTOR, listed, numbers
 from cacheblend.eval.run.calibration import Thresholds
 from cacheblend.loader import write_calibration
 from cacheblend.service.engine.config import EngineConfig
@@ -76,13 +76,13 @@ def calibrate(
         preset=Preset(chunk_tokens=engine.retriever.chunk_tokens, num_chunks=num_chunks),
         worked_examples=False,
     )
-    chosen = options.listed(selectors)
+    chosen = listed(selectors)
     config = calibration_config(
         source,
         engine.model,
-        contexts=options.listed(contexts),
+        contexts=listed(contexts),
         selectors=chosen,
-        ratios=options.numbers("ratios", ratios),
+        ratios=numbers("ratios", ratios),
         device=str(engine.resolve_device()),
         dtype=engine.dtype,
         allow_unverified=engine.allow_unverified,

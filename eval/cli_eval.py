@@ -27,7 +27,7 @@ from cacheblend.eval.data import (
     FileSource,
     Preset,
 )
-from cacheblend.eval.method_plan import CONTEXTS, METHODS
+from cacheblend.eval.method_plan import CONTEXTS, METHODS, listed, numbers
 from cacheblend.service.engine.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -211,9 +211,9 @@ def _run(source: RequestSource, model: str | None, out: Path | None, settings: o
     config = EvalConfig(
         source=source,
         model=engine.model,
-        methods=tuple(options.listed(run.methods)),
-        ratios=tuple(options.numbers("ratios", run.ratios)),
-        contexts=tuple(options.listed(run.contexts)),
+        methods=tuple(listed(run.methods)),
+        ratios=tuple(numbers("ratios", run.ratios)),
+        contexts=tuple(listed(run.contexts)),
         max_new_tokens=engine.max_tokens,
         kv_cache_dtype=engine.kv_cache_dtype,
         device=str(engine.resolve_device()),

@@ -13,6 +13,7 @@ from cacheblend.base.errors import ConfigError
 from cacheblend.cli import options, terminal
 from cacheblend.eval.data import DATA_SETS, DATA_VARIABLE, data_set, find_file, read_examples
 from cacheblend.eval.load import LoadRequest, Target, own_targets, peer_target, run_load
+from cacheblend.eval.method_plan import listed, numbers
 
 
 def load(
@@ -42,7 +43,7 @@ def load(
     """
     wording, examples = data_set(name).wording, read_examples(find_file(name, data))
     requests = [LoadRequest.from_example(example, wording, num_chunks) for example in itertools.islice(examples, cases)]
-    targets: list[Target] = [] if address is None else own_targets(_base(address), options.listed(methods), api_key)
+    targets: list[Target] = [] if address is None else own_targets(_base(address), listed(methods), api_key)
     for text in peer or ():
         label, equals, url = text.partition("=")
         if not equals or not label or not url.startswith(("http://", "https://")):
@@ -50,7 +51,7 @@ def load(
         targets.append(peer_target(label, _base(url), peer_api_key))
     if not targets:
         raise ConfigError("address", address, "the URL of a running `cacheblend serve`, or give a --peer")
-    swept = options.numbers("rates", rates)
+    swept = numbers("rates", rates)
     with terminal.progress_bars() as progress:
         loading = run_load(
             targets, requests, swept, max_tokens=max_tokens, timeout_s=timeout_s, seed=seed, on_progress=progress

@@ -69,3 +69,16 @@ def plan_methods(
             for ratio in ratios:
                 planned.append(PlannedMethod(label if len(ratios) == 1 else f"{label}@{ratio}", name, ratio, context))
     return tuple(planned)
+
+
+def listed(text: str) -> list[str]:
+    """Split a comma-separated option."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def numbers(name: str, text: str) -> list[float]:
+    """Read the numbers of a comma-separated option; raises ConfigError where one is none."""
+    try:
+        return [float(part) for part in listed(text)]
+    except ValueError as error:
+        raise ConfigError(name, text, "numbers, separated by commas") from error

@@ -6,7 +6,7 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,16 +34,6 @@ FIRST_ROUND_SHARE = 2 / 3  # of the chunks that the first round of two decides
 MAX_PLACES = 100_000  # that are remembered, each of a chunk
 # Of a title, and of headings, in front of each chunk: a quarter of a chunk's tokens, but so many at least and at most.
 TITLE_TOKENS = (8, 64)
-
-
-@dataclass(frozen=True, slots=True)
-class AddReport:
-    """Report of `Retriever.add`, in documents, and the chunks that are new."""
-
-    added: int
-    replaced: int
-    unchanged: int
-    chunks: tuple[Chunk, ...]
 
 
 def in_reading_order(found: Sequence[ScoredChunk]) -> list[ScoredChunk]:
@@ -92,8 +82,8 @@ class Retriever(IndexedDocuments):
 
     def add(
         self, documents: Iterable[Document | Mapping[str, object]], on_progress: Callable[[int, int], None] | None = None
-    ) -> AddReport:
-        """Add documents; one whose id and text are known already is skipped, one with a known id and another text replaces it.
+    ) -> list[Chunk]:
+        """Add documents, and return their chunks; of a known id the same text is skipped, and another replaces it.
 
         Every document is checked before the first is added. Each is added completely or not at all: after a crash the directory
         holds the first ones, and adding all of them again continues there.
@@ -108,19 +98,16 @@ class Retriever(IndexedDocuments):
             StoreFullError: the disk is full.
         """
         checked = _checked(documents)
-        given, changed = len(checked), self.changed(checked)
-        done = unchanged = given - len(changed)
-        replaced = 0
-        new: list[Chunk] = []
-        note = on_progress or (lambda *_: None)
-        if unchanged:
-            note(done, given)
+        changed, new = self.changed(checked), list[Chunk]()
+        done, note = len(checked) - len(changed), on_progress or (lambda *_: None)
+        if done:
+            note(done, len(checked))
         for embedded in self.embed(changed):
-            replaced += self.put([embedded])
+            self.put([embedded])
             new += embedded.chunks
             done += 1
-            note(done, given)
-        return AddReport(added=len(changed) - replaced, replaced=replaced, unchanged=unchanged, chunks=tuple(new))
+            note(done, len(checked))
+        return new
 
     def changed(self, documents: Iterable[Document | Mapping[str, object]]) -> list[Document]:
         """The documents that `add` would add, each once: those that are not here with this text.

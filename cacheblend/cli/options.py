@@ -13,7 +13,6 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from cacheblend.base.errors import ConfigError
 from cacheblend.base.files import user_data_folder
 from cacheblend.base.options import Option, from_options, options_of
 from cacheblend.service.engine.config import remembered_settings
@@ -112,16 +111,3 @@ def size(given: str | int) -> int:
     if found is None:
         raise typer.BadParameter(f"{given!r} is no number of bytes; give one such as 2GB, 512MiB or 1000")
     return int(Decimal(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " "))
-
-
-def listed(text: str) -> list[str]:
-    """Split a comma-separated option."""
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def numbers(name: str, text: str) -> list[float]:
-    """Read the numbers of a comma-separated option; raises ConfigError where one is none."""
-    try:
-        return [float(part) for part in listed(text)]
-    except ValueError as error:
-        raise ConfigError(name, text, "numbers, separated by commas") from error

@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig
 
 from cacheblend.base.errors import ConfigError, UnsupportedModelError
-from cacheblend.base.options import from_options, options_of
+from cacheblend.base.options import from_options, options_of, refuse_gone
 from cacheblend.blend import KVGeometry
 from cacheblend.blend.families import fingerprint_directory
 from cacheblend.blend.loading import NO_CODE, class_for, load_tokenizer
@@ -30,7 +30,7 @@ OF_ENGINE = (
     *("store_dir", "recompute_ratio", "ram_budget_bytes", "nvme_budget_bytes", "instruction", "context_filler"),
     *("chunk_tokens", "find_passages", *VARIABLES, "remote_timeout_s", "remote_ttl_s", "remote_queue_bytes"),
 )
-OPTIONS = (*OF_ENGINE, "codec", "separator")
+OPTIONS = (*OF_ENGINE, "codec")
 # What prompts begin with (a system message) has so large a part of the RAM budget, one over this.
 PREFIX_PART = 8
 
@@ -43,20 +43,16 @@ class ConnectorConfig:
         engine: of the project's own engine over the same store, with the options of `OF_ENGINE`. Chunks that it has ingested
             with the same model, dtype and instruction are hits here. `codec` is its `kv_cache_dtype`, `recompute_ratio` its
             `quality_ratio`; the workers of one vLLM share `ram_budget_bytes`.
-        separator: text between two chunks of a prompt, for clients that can mark chunks in no other way; "" for none.
 
     Raises:
         ConfigError: a value is not allowed.
     """
 
     engine: EngineConfig
-    separator: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.engine.instruction, str):
             raise ConfigError("instruction", self.engine.instruction, "a text")
-        if not isinstance(self.separator, str) or (self.separator and not self.separator.strip()):
-            raise ConfigError("separator", self.separator, 'a text that is not white space alone, or "" for none')
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> ConnectorConfig:
@@ -66,6 +62,7 @@ class ConnectorConfig:
             ConfigError: an unknown option, none for `store_dir`, or a value that is not allowed.
         """
         if unknown := sorted(options.keys() - set(OPTIONS)):
+            refuse_gone(unknown)
             raise ConfigError("kv_connector_extra_config", unknown, f"options are {', '.join(sorted(OPTIONS))}")
         if "store_dir" not in options:
             raise ConfigError("kv_connector_extra_config", dict(options), 'give "store_dir", the folder of the chunks\' KV')
@@ -75,7 +72,7 @@ class ConnectorConfig:
         engine = from_options(EngineConfig, {"model": "any", "kv_cache_dtype": options.get("codec"), **given})
         if (ratio := engine.recompute_ratio) is not None:
             engine = replace(engine, loader=LoaderConfig(quality_ratio=ratio))
-        return cls(engine=engine, separator=options.get("separator", ""))
+        return cls(engine=engine)
 
     def prefix_tokens(self, geometry: KVGeometry, workers: int) -> int:
         """Tokens of prompts' prefixes whose KV, of this shape, a worker holds in memory: a part of the RAM budget."""

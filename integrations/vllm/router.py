@@ -1,8 +1,8 @@
 """Routes of vLLM's own HTTP server for clients that cannot mark chunks by token positions, and to store documents.
 
-A middleware reads what is sent to `/v1/chat/completions` and `/v1/completions`. Where a chat has `documents`, or a text has the
-connector's separator or passages that came before, it lays out the prompt's token ids, as the project's own service does, and
-sends them on with the marks; all else goes on as it came. vLLM loads this where `VLLM_PLUGINS=cacheblend` is set; see
+A middleware reads what is sent to `/v1/chat/completions` and `/v1/completions`. Where a chat has `documents`, or a text has
+passages that came before, it lays out the prompt's token ids, as the project's own service does, and sends them on with the
+marks; all else goes on as it came. vLLM loads this where `VLLM_PLUGINS=cacheblend` is set; see
 docs/vllm.md.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -26,7 +26,6 @@ from starlette.types import Message as Event
 from cacheblend.base.errors import CacheBlendError, InputError, PromptTooLongError
 from cacheblend.blend.loading import load_tokenizer
 from cacheblend.retriever import Document, PlainTokenizer, RetrieverConfig, Splitter
-from cacheblend.retriever.config import SEPARATOR
 from cacheblend.retriever.passages import find_passages
 from cacheblend.service.engine.chunk_context import ChunkNaming
 from cacheblend.service.engine.passages import EDGE_TOKENS, REMEMBERED, locate
@@ -48,10 +47,10 @@ Chunk = tuple[int, ...]
 
 
 class PromptMarker:
-    """Lays out a request's prompt from its documents or separators, within the model's positions."""
+    """Lays out a request's prompt from its documents or passages, within the model's positions."""
 
     def __init__(self, tokenizer: Any, config: ConnectorConfig, max_positions: int | None) -> None:
-        self._separator, self._finds_passages = config.separator, config.engine.find_passages
+        self._finds_passages = config.engine.find_passages
         self._seen = AdmissionFilter(REMEMBERED)
         self._plain = PlainTokenizer(tokenizer)
         self._splitter = Splitter(tokenizer, RetrieverConfig(chunk_tokens=config.engine.retriever.chunk_tokens))
@@ -69,10 +68,7 @@ class PromptMarker:
             text = body.get("prompt")
             if body.get("echo") or not isinstance(text, str) or not text:
                 return None
-            if (parts := self._parted(text)) is None or not parts[2]:
-                return self._with_passages(path, body, [Message("user", text)], lambda: self._as_written.completion(text))
-            before, documents, question = parts
-            return self._marked(path, body, self._as_written.completion(question), before, documents)
+            return self._with_passages(path, body, [Message("user", text)], lambda: self._as_written.completion(text))
         variables, messages = self._variables(body), _messages(body.get("messages"))
         if any(body.get(name) for name in RENDERED_BY_VLLM) or messages is None or variables is None:
             return None
@@ -81,14 +77,9 @@ class PromptMarker:
                 raise InputError(f'documents: give a list of objects {{"title", "text"}}, not {type(found).__name__}')
             layout = self._around_documents.chat(messages, with_chunks=True, template_kwargs=variables)
             others = {name: value for name, value in body.items() if name != "documents"}
-            return self._marked(path, others, layout, (), [self.split(document) for document in found])
-        if (parts := self._parted(messages[-1].content)) is None:
-            chat = partial(self._as_written.chat, messages, with_chunks=False, template_kwargs=variables)
-            return self._with_passages(path, body, messages, chat)
-        before, documents, question = parts
-        asked = [*messages[:-1], replace(messages[-1], content=question)]
-        layout = self._as_written.chat(asked, with_chunks=True, template_kwargs=variables)
-        return self._marked(path, body, layout, before, documents)
+            return self._marked(path, others, layout, [self.split(document) for document in found])
+        chat = partial(self._as_written.chat, messages, with_chunks=False, template_kwargs=variables)
+        return self._with_passages(path, body, messages, chat)
 
     def _variables(self, body: Mapping[str, Any]) -> dict[str, Any] | None:
         """The chat template's variables of a request, as vLLM has them: those that it knows. None for what is no object."""
@@ -102,23 +93,15 @@ class PromptMarker:
         """Token ids of a document's chunks."""
         return [chunk.token_ids for chunk in self._splitter.split(Document.of(document))]
 
-    def _parted(self, text: str) -> tuple[Chunk, list[list[Chunk]], str] | None:
-        """The text before the first separator, a document of one chunk for each text between two, and the question."""
-        if not self._separator or self._separator not in text:
-            return None
-        before, *texts, question = text.split(self._separator)
-        documents = [[self._ids(one.strip() + SEPARATOR)] for one in texts if one.strip()]
-        return (self._ids(before), documents, question) if documents else None
-
     def _marked(
-        self, path: str, body: dict[str, Any], layout: PromptTokens, before: Chunk, documents: Sequence[Sequence[Chunk]]
+        self, path: str, body: dict[str, Any], layout: PromptTokens, documents: Sequence[Sequence[Chunk]]
     ) -> dict[str, Any]:
-        prefix, chunks = (*layout.prefix, *before), list(chain.from_iterable(documents))
+        chunks = list(chain.from_iterable(documents))
         marks = {
-            "chunks": list(pairwise(accumulate(map(len, chunks), initial=len(prefix)))),
+            "chunks": list(pairwise(accumulate(map(len, chunks), initial=len(layout.prefix)))),
             "documents": [number for number, document in enumerate(documents) for _ in document],
         }
-        return self._with_marks(path, body, [*prefix, *chain.from_iterable(chunks), *layout.suffix], marks)
+        return self._with_marks(path, body, [*layout.prefix, *chain.from_iterable(chunks), *layout.suffix], marks)
 
     def _with_passages(
         self, path: str, body: dict[str, Any], messages: Sequence[Message], lay_out: Callable[[], PromptTokens]

@@ -30,7 +30,7 @@ def server(make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> I
     """The server's address."""
     folder, port = make_model("llama"), 18763
     store = tmp_path_factory.mktemp("store")
-    extra = {"store_dir": str(store), "separator": "<!chunk!>", "context_filler": "none"}
+    extra = {"store_dir": str(store), "context_filler": "none"}
     config = {"kv_connector": "CacheBlendConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
     command += f"--served-model-name tiny --dtype float32 --max-model-len 448 --block-size {BLOCK} --enforce-eager".split()
@@ -91,12 +91,12 @@ def test_documents_of_a_chat_are_blended_in_any_order(server: str) -> None:
 
 
 def test_misses_are_stored_while_the_server_idles(server: str) -> None:
-    """Unknown texts between separators are answered exactly; soon after, the same texts are hits, in a chat or a completion."""
+    """Unknown documents are answered exactly; soon after, the same ones are hits."""
     texts = [f"Rule {number}: nobody feeds the {animal}s, nor the others. " * 4 for number, animal in enumerate(["cat", "dog"])]
-    prompt = "Read:\n<!chunk!>" + "<!chunk!>".join(texts) + "<!chunk!>Who feeds cats?"
-    first = post(server, "/v1/completions", prompt=prompt)["kv_transfer_params"]["cacheblend"]
+    body = {"messages": [{"role": "user", "content": "Who feeds cats?"}], "documents": [{"text": text} for text in texts]}
+    first = post(server, "/v1/chat/completions", **body)["kv_transfer_params"]["cacheblend"]
     assert first == {"blended": False, "reason": "not_stored"}
-    answer = post_until_hits(server, 2, messages=[{"role": "user", "content": prompt}])
+    answer = post_until_hits(server, 2, **body)
     assert answer["kv_transfer_params"]["cacheblend"]["blended"]
 
 

@@ -1,4 +1,4 @@
-"""Requests that mark their chunks by documents or separators, as vLLM's server gets them, and `cacheblend ingest --vllm`; vLLM
+"""Requests that mark their chunks by documents or passages, as vLLM's server gets them, and `cacheblend ingest --vllm`; vLLM
 itself is not needed.
 """
 
@@ -51,7 +51,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def marker(tokenizer: Any, tmp_path: Path) -> PromptMarker:
-    config = ConnectorConfig.from_options({"store_dir": str(tmp_path), "separator": "<!chunk!>", "chunk_tokens": 64})
+    config = ConnectorConfig.from_options({"store_dir": str(tmp_path), "chunk_tokens": 64})
     return PromptMarker(tokenizer, config, 2048)
 
 
@@ -76,27 +76,10 @@ def test_a_chats_documents_stand_before_its_question(marker: PromptMarker, token
     assert "documents" not in marked
     assert marked["messages"] == [QUESTION]
     assert marked["max_tokens"] == 4
-
-
-def test_the_last_messages_separators_part_its_chunks(marker: PromptMarker, tokenizer: Any) -> None:
-    """What stands between two separators is a chunk, tokenised by itself; what stands before and after is as it was written."""
-    content = "Read this.\n<!chunk!>First text. <!chunk!>\nSecond one.<!chunk!>What is second?"
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": content}]}]
-    marked = marker.mark(CHAT, {"messages": messages, "kv_transfer_params": {"cacheblend": {"ratio": 0.3}, "other": 1}})
-    assert marked is not None
-    params = marked["kv_transfer_params"]
-    ids = params["prompt_token_ids"]
-    assert chunk_texts(tokenizer, marked, ids) == ["First text.\n\n", "Second one.\n\n"]
-    assert tokenizer.decode(ids[: params["cacheblend"]["chunks"][0][0]]).endswith("Read this.\n")
-    assert "Be brief." in tokenizer.decode(ids)
-    assert (params["cacheblend"]["ratio"], params["other"]) == (0.3, 1)
-
-    # A completion's prompt is sent on as token ids.
-    marked = marker.mark(COMPLETIONS, {"prompt": "Begin <!chunk!>One text.<!chunk!>Another.<!chunk!> and so", "max_tokens": 2})
-    assert marked is not None
-    assert chunk_texts(tokenizer, marked, marked["prompt"]) == ["One text.\n\n", "Another.\n\n"]
-    assert marked["prompt"][0] == tokenizer.bos_token_id
-    assert tokenizer.decode(marked["prompt"]).endswith(" and so")
+    asked = {"cacheblend": {"ratio": 0.3}, "other": 1}
+    again = marker.mark(CHAT, {"messages": [QUESTION], "documents": DOCS, "kv_transfer_params": asked})
+    assert again is not None
+    assert (again["kv_transfer_params"]["cacheblend"]["ratio"], again["kv_transfer_params"]["other"]) == (0.3, 1)
 
 
 def test_passages_that_came_before_are_marked(marker: PromptMarker, tokenizer: Any) -> None:
@@ -147,8 +130,8 @@ def test_thinking_is_the_templates(tmp_path: Path) -> None:
         (CHAT, {"messages": [QUESTION], "documents": DOCS, "chat_template_kwargs": "no object"}),
         (CHAT, {"messages": [QUESTION, {"role": "assistant", "content": "well,"}], "documents": DOCS}),
         (COMPLETIONS, {"prompt": [1, 2, 3]}),
-        (COMPLETIONS, {"prompt": "no separator"}),
-        (COMPLETIONS, {"prompt": "a<!chunk!>b<!chunk!>c", "echo": True}),
+        (COMPLETIONS, {"prompt": "no passage"}),
+        (COMPLETIONS, {"prompt": "a", "echo": True}),
     ],
 )
 def test_what_is_vllms_as_it_is(marker: PromptMarker, path: str, body: dict[str, Any]) -> None:
