@@ -24,7 +24,7 @@ from cacheblend.base.errors import ConfigError, FusionCancelledError
 from cacheblend.base.options import MIB, check_share, check_whole
 from cacheblend.base.threads import in_daemon_thread
 from cacheblend.blend import DEFAULT_RATIO, LayerKV
-from cacheblend.store import tiers_in_memory
+from cacheblend.store import CACHE_TIERS
 from cacheblend.store.chunk import host_bytes
 
 if TYPE_CHECKING:
@@ -358,7 +358,7 @@ def _is_copied(kv: KVHandle, geometry: KVGeometry) -> bool:
 
 def copied_tiers(device: torch.device) -> Collection[str]:
     """The tiers whose KV a `LayerLoader` copies when the fusor asks for a layer, not ahead: on a CPU those in memory."""
-    return tiers_in_memory() if device.type == "cpu" else ()
+    return [name for name, tier in CACHE_TIERS.items() if tier.in_memory] if device.type == "cpu" else []
 
 
 def _read_all(reference: weakref.ref[LayerLoader], changed: threading.Condition) -> None:

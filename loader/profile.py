@@ -62,7 +62,6 @@ class Profile:
 
     model: str  # fingerprint, which has the compute dtype in it
     device: str  # name, from `describe_device`
-    torch_version: str  # of the measured build
     layers: int
     layer_token_bytes: int  # of one token's raw KV in one layer
     prefill: tuple[PrefillSample, ...]  # of at least one length

@@ -84,7 +84,6 @@ def measure_profile(
     profile = Profile(
         model=fusor.fingerprint,
         device=describe_device(geometry.device),
-        torch_version=torch.__version__,
         layers=geometry.layers,
         layer_token_bytes=geometry.layer_bytes(1),
         prefill=prefill,

@@ -34,5 +34,4 @@ from .tiers import CACHE_TIERS as CACHE_TIERS
 from .tiers import CacheTier as CacheTier
 from .tiers import Placement as Placement
 from .tiers import StoreStats as StoreStats
-from .tiers import tiers_in_memory as tiers_in_memory
 from .write_queue import DocumentVersion as DocumentVersion

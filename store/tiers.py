@@ -244,11 +244,6 @@ CACHE_TIERS: dict[str, type[CacheTier]] = {RamTier.name: RamTier}
 RAM, NVME = RamTier.name, "nvme"
 
 
-def tiers_in_memory() -> tuple[str, ...]:
-    """Names of the tiers whose KV is in the host's memory."""
-    return tuple(name for name, tier in CACHE_TIERS.items() if tier.in_memory)
-
-
 def read_entry(entry: StoredEntry, tier: KVTier) -> EncodedEntry | None:
     """Read all layers of an entry, and close it; None for a damaged one, which is set aside."""
     try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from cacheblend.loader import LayerSample, PrefillSample, Profile, TierSpeed
 
 LAYER_TOKEN_BYTES = 1000
@@ -26,7 +24,6 @@ def linear_profile(
     return Profile(
         model=model,
         device=device,
-        torch_version=torch.__version__,
         layers=layers,
         layer_token_bytes=layer_token_bytes,
         prefill=tuple(PrefillSample(tokens=n, seconds=layers * row_s * n) for n in (100, 1000)),

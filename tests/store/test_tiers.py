@@ -11,8 +11,8 @@ from fakes import FakeRemoteTier
 
 from cacheblend.base.errors import DamagedEntryError
 from cacheblend.blend import KVGeometry, Prompt, Segment
-from cacheblend.loader import LayerLoader
-from cacheblend.store import CACHE_TIERS, CacheTier, ChunkKey, ChunkKV, ConfigError, KVStore, StoreConfig, tiers_in_memory
+from cacheblend.loader import LayerLoader, copied_tiers
+from cacheblend.store import CACHE_TIERS, CacheTier, ChunkKey, ChunkKV, ConfigError, KVStore, StoreConfig
 from cacheblend.store.entry import EncodedEntry
 from cacheblend.store.tiers import AdmissionFilter, Pins, read_entry
 
@@ -111,7 +111,7 @@ def test_the_loader_reads_from_the_third_tier(three: KVStore) -> None:
     key = ChunkKey.of(kv.token_ids, model="model")
     three.put(key, kv)
     geometry = KVGeometry(3, 2, 4, torch.float32, torch.device("cpu"))
-    assert FakeRemoteTier.name not in tiers_in_memory()
+    assert FakeRemoteTier.name not in copied_tiers(geometry.device)
     with three.pin([key]) as (placement,), LayerLoader() as loader:
         prompt = Prompt.of([Segment(kv.token_ids, placement), Segment((1,))])
         loader.start(prompt, geometry, reuse_layer_0=True)
