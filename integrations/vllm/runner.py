@@ -321,7 +321,7 @@ class VllmRunner:
         source = layer if layer < self.geometry.layers else self.geometry.shared[layer - self.geometry.layers]
         for piece, hidden_2PM in zip(rows.split(ROWS_AT_ONCE), hidden_2SM.split(ROWS_AT_ONCE, dim=1), strict=True):
             layer_pass = RowsPass(layer_kv, piece, self.windows[source], self._stubs[layer], scatter=scatter)
-            if self.cpu_attention is not None and self.cpu_attention.takes(piece):
+            if self.cpu_attention is not None and piece.is_contiguous and len(piece) > 1:
                 layer_pass = CpuRowsPass(self.cpu_attention, layer, layer_kv, piece, scatter=scatter)
             block = (self._layers if piece.is_contiguous else self._fused_layers)[layer]
             pieces.append(self._run(block, layer, hidden_2PM, piece.on_device_S, layer_pass))
