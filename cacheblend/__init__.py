@@ -17,20 +17,9 @@ from typing import TYPE_CHECKING
 
 from .base.errors import CacheBlendError as CacheBlendError
 from .base.errors import ConfigError as ConfigError
-from .base.errors import DamagedDocumentError as DamagedDocumentError
-from .base.errors import DamagedEntryError as DamagedEntryError
-from .base.errors import DocumentChangedError as DocumentChangedError
-from .base.errors import FusionCancelledError as FusionCancelledError
-from .base.errors import IncompatibleKVError as IncompatibleKVError
 from .base.errors import InputError as InputError
 from .base.errors import MissingExtraError as MissingExtraError
-from .base.errors import ModelFetchError as ModelFetchError
-from .base.errors import ProfileError as ProfileError
 from .base.errors import PromptTooLongError as PromptTooLongError
-from .base.errors import RetrieverError as RetrieverError
-from .base.errors import ServiceError as ServiceError
-from .base.errors import StoreDirectoryError as StoreDirectoryError
-from .base.errors import StoreError as StoreError
 from .base.errors import StoreFullError as StoreFullError
 from .base.errors import UnsupportedModelError as UnsupportedModelError
 from .base.threads import Progress as Progress

@@ -9,17 +9,11 @@ from .layer_loader import LayerLoader as LayerLoader
 from .layer_loader import LoaderConfig as LoaderConfig
 from .layer_loader import copied_tiers as copied_tiers
 from .profile import Calibration as Calibration
-from .profile import LayerSample as LayerSample
-from .profile import PrefillSample as PrefillSample
-from .profile import Profile as Profile
-from .profile import TierSpeed as TierSpeed
 from .profile import describe_device as describe_device
 from .profile import load_profile as load_profile
-from .profile import prefix_digest as prefix_digest
 from .profile import read_calibration as read_calibration
 from .profile import read_profile as read_profile
 from .profile import write_calibration as write_calibration
 from .profile import write_profile as write_profile
 from .profiler import measure_profile as measure_profile
-from .storage_plan import StorageDevice as StorageDevice
 from .storage_plan import compare_devices as compare_devices

@@ -5,7 +5,6 @@ from __future__ import annotations
 from cacheblend.base.errors import needs_extra
 
 with needs_extra("rag"):
-    from .catalog import CatalogedDocument as CatalogedDocument
     from .config import DEFAULT_EMBEDDER as DEFAULT_EMBEDDER
     from .config import RetrieverConfig as RetrieverConfig
     from .document import Chunk as Chunk

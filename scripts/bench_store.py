@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 
-from cacheblend.store import CatalogEntry, ChunkKey, ChunkKV, KVStore, StoreConfig
-from cacheblend.store.catalog import Catalog
+from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
+from cacheblend.store.catalog import Catalog, CatalogEntry
 from cacheblend.store.layout import StoreFolder
 
 MODEL = "0" * 64

@@ -42,7 +42,8 @@ from profiles import linear_profile
 
 from cacheblend.base.errors import CacheBlendError, InputError
 from cacheblend.blend import FusionConfig, Fusor
-from cacheblend.loader import Profile, describe_device, write_profile
+from cacheblend.loader import describe_device, write_profile
+from cacheblend.loader.profile import Profile
 from cacheblend.retriever import Document, RetrieverConfig
 from cacheblend.retriever.index import IndexedDocuments
 from cacheblend.service import Engine, EngineConfig

@@ -6,16 +6,6 @@ try:
     import fcntl as _fcntl  # noqa: F401  # the locks between processes
 except ModuleNotFoundError as error:
     raise ImportError("CacheBlend needs Linux or macOS: its store needs POSIX locks. On Windows run it in WSL 2.") from error
-
-from cacheblend.base.errors import ConfigError as ConfigError
-from cacheblend.base.errors import DamagedEntryError as DamagedEntryError
-from cacheblend.base.errors import InputError as InputError
-from cacheblend.base.errors import StoreDirectoryError as StoreDirectoryError
-from cacheblend.base.errors import StoreError as StoreError
-from cacheblend.base.errors import StoreFullError as StoreFullError
-
-from .catalog import CatalogEntry as CatalogEntry
-from .catalog import StoredDocument as StoredDocument
 from .chunk import PASSAGES as PASSAGES
 from .chunk import ChunkKey as ChunkKey
 from .chunk import ChunkKV as ChunkKV
@@ -31,7 +21,5 @@ from .prefix_blocks import BlockChain as BlockChain
 from .prefix_blocks import PrefixBlocks as PrefixBlocks
 from .prefix_blocks import PrefixRun as PrefixRun
 from .tiers import CACHE_TIERS as CACHE_TIERS
-from .tiers import CacheTier as CacheTier
 from .tiers import Placement as Placement
-from .tiers import StoreStats as StoreStats
 from .write_queue import DocumentVersion as DocumentVersion

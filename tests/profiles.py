@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cacheblend.loader import LayerSample, PrefillSample, Profile, TierSpeed
+from cacheblend.loader.profile import LayerSample, PrefillSample, Profile, TierSpeed
 
 LAYER_TOKEN_BYTES = 1000
 

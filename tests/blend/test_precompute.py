@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from prompts import BOS, assert_same_kv, draw_ids
 from tiny_models import CONFIGS, tiny_model
 
+from cacheblend.base.errors import ConfigError
 from cacheblend.blend import ChunkContext, Fusor, precompute
 from cacheblend.blend.layer_passes import runs
-from cacheblend.store import ChunkKV, ConfigError, context_digest
+from cacheblend.store import ChunkKV, context_digest
 
 # Equal lengths that are no neighbours, one of a single token, some longer than the windows of the tiny models.
 DOCUMENTS = [

@@ -9,8 +9,8 @@ from profiles import linear_profile
 
 from cacheblend.blend import Schedule
 from cacheblend.blend.selectors import QuestionAttention
-from cacheblend.loader import LayerSample, PrefillSample, TierSpeed
 from cacheblend.loader.estimators import Pipeline, RecomputeEstimator, WorkEstimator, fit, load_seconds
+from cacheblend.loader.profile import LayerSample, PrefillSample, TierSpeed
 
 coefficient = st.floats(0, 1e-3)
 

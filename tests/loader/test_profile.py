@@ -17,12 +17,12 @@ from cacheblend.loader import (
     describe_device,
     load_profile,
     measure_profile,
-    prefix_digest,
     read_calibration,
     read_profile,
     write_calibration,
     write_profile,
 )
+from cacheblend.loader.profile import prefix_digest
 
 
 def test_a_measured_profile(fusor: Fusor, tmp_path: Path) -> None:

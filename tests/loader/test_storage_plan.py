@@ -5,7 +5,8 @@ from profiles import LAYER_TOKEN_BYTES, linear_profile
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.blend import FusionConfig
-from cacheblend.loader import StorageDevice, compare_devices
+from cacheblend.loader import compare_devices
+from cacheblend.loader.storage_plan import StorageDevice
 
 LAYERS, ROW_S, TOKENS = 11, 1e-5, 1000
 

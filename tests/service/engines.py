@@ -12,7 +12,8 @@ from fakes import tiny_tokenizer
 from profiles import linear_profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cacheblend.loader import Profile, describe_device, write_profile
+from cacheblend.loader import describe_device, write_profile
+from cacheblend.loader.profile import Profile
 from cacheblend.retriever import Chunk, PlainTokenizer
 from cacheblend.service import Answer, AnswerPlan, Engine
 from cacheblend.service.engine.profiles import find_controller

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoredDocument
+from cacheblend.store import ChunkKey, ChunkKV, KVStore
+from cacheblend.store.catalog import StoredDocument
 
 MODEL = "model-of-the-tests"
 TOKENS = 5

@@ -21,9 +21,9 @@ from pathlib import Path
 
 from chunks import FILE_BYTES, RAM_BYTES, documents_of, flip_last_byte, make_chunk, put_all, same
 
-from cacheblend.base.errors import InputError
+from cacheblend.base.errors import InputError, StoreError
 from cacheblend.base.sqlite import Database
-from cacheblend.store import KVStore, StoreConfig, StoreError, VerifyReport
+from cacheblend.store import KVStore, StoreConfig, VerifyReport
 
 PAIRS = [make_chunk(seed) for seed in range(8)]
 KEYS = [key for key, _ in PAIRS]

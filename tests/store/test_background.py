@@ -7,7 +7,8 @@ import threading
 import pytest
 from chunks import FILE_BYTES, MODEL, RAM_BYTES, files_under, make_chunk, put_all, same
 
-from cacheblend.store import ChunkKey, StoreFullError
+from cacheblend.base.errors import StoreFullError
+from cacheblend.store import ChunkKey
 from cacheblend.store.catalog import Catalog
 from cacheblend.store.entry_file import write_files
 

@@ -6,7 +6,8 @@ import pytest
 from chunks import FILE_BYTES, RAM_BYTES, file_of, files_under, make_chunk, put_all, same
 from waiting import wait_until
 
-from cacheblend.store import PASSAGES, ChunkKey, KVStore, StoreFullError
+from cacheblend.base.errors import StoreFullError
+from cacheblend.store import PASSAGES, ChunkKey, KVStore
 
 PAIRS = [make_chunk(seed) for seed in range(6)]
 KEYS = [key for key, _ in PAIRS]

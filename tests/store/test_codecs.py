@@ -8,7 +8,8 @@ import pytest
 import torch
 from chunks import MODEL, same
 
-from cacheblend.store import ChunkKey, ChunkKV, InputError
+from cacheblend.base.errors import InputError
+from cacheblend.store import ChunkKey, ChunkKV
 from cacheblend.store.codecs import CODECS, LayerShape
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

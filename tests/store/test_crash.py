@@ -13,7 +13,7 @@ import pytest
 from chunks import documents_of
 from crashes import KEYS, OPERATIONS, PAIRS, check, die_at, die_in_commit, file_of, kill_writers, open_store, prepare, processes
 
-from cacheblend.store import StoreDirectoryError
+from cacheblend.base.errors import StoreDirectoryError
 
 pytestmark = pytest.mark.contract
 

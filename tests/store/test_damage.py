@@ -13,8 +13,8 @@ import pytest
 import torch
 from chunks import FILE_BYTES, file_of, files_under, flip_last_byte, make_chunk, put_all, same
 
+from cacheblend.base.errors import DamagedEntryError, StoreDirectoryError, StoreFullError
 from cacheblend.base.sqlite import Database
-from cacheblend.store import DamagedEntryError, StoreDirectoryError, StoreFullError
 from cacheblend.store.catalog import Catalog
 from cacheblend.store.layout import RESERVE_BYTES
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from chunks import HEADS, TOKENS, file_of, flip_last_byte, make_chunk, same
 
-from cacheblend.store import ConfigError, DamagedEntryError, InputError
+from cacheblend.base.errors import ConfigError, DamagedEntryError, InputError
 from cacheblend.store.chunk import host_bytes
 from cacheblend.store.entry_file import leave_direct
 

@@ -16,7 +16,8 @@ import xxhash
 from chunks import HEADS, MODEL, make_chunk, same
 from safetensors import safe_open
 
-from cacheblend.store import ChunkKey, ChunkKV, DamagedEntryError
+from cacheblend.base.errors import DamagedEntryError
+from cacheblend.store import ChunkKey, ChunkKV
 from cacheblend.store.entry import EncodedEntry, pack_header
 from cacheblend.store.entry_file import EntryFile, NewFile, write_files
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from chunks import files_under, make_chunk, same
 
-from cacheblend.store import ConfigError, KVStore, StoreConfig, StoreDirectoryError
+from cacheblend.base.errors import ConfigError, StoreDirectoryError
+from cacheblend.store import KVStore, StoreConfig
 
 KEY, KV = make_chunk(1)
 

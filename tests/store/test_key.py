@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend.store import ChunkKey, ConfigError, InputError, context_digest
+from cacheblend.base.errors import ConfigError, InputError
+from cacheblend.store import ChunkKey, context_digest
 
 IDS = st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=5)
 FIELDS = st.fixed_dictionaries(

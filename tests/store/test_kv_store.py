@@ -10,7 +10,8 @@ import torch
 from chunks import FILE_BYTES, MODEL, RAM_BYTES, file_of, files_under, make_chunk, put_all, same
 from waiting import wait_until
 
-from cacheblend.store import ChunkKey, ChunkKV, InputError, KVStore, StoreConfig, StoreError
+from cacheblend.base.errors import InputError, StoreError
+from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

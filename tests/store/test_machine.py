@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cacheblend.store import InputError, KVStore, StoreConfig, StoreFullError
+from cacheblend.base.errors import InputError, StoreFullError
+from cacheblend.store import KVStore, StoreConfig
 
 pytestmark = pytest.mark.contract
 

@@ -11,7 +11,7 @@ import torch
 from chunks import FILE_BYTES, HEADS, RAM_BYTES, file_of, make_chunk, put_all, same
 from waiting import wait_until
 
-from cacheblend.store import StoreError
+from cacheblend.base.errors import StoreError
 from cacheblend.store.entry_file import EntryFile
 
 KEY, KV = make_chunk(1)

@@ -21,8 +21,7 @@ from letters import (
     tokens_of,
 )
 
-from cacheblend.base.errors import ConfigError
-from cacheblend.store import InputError, StoreError
+from cacheblend.base.errors import ConfigError, InputError, StoreError
 from cacheblend.store.chunk import host_bytes
 from cacheblend.store.prefix_blocks import BLOCK_TOKENS, BlockChain
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from chunks import FILE_BYTES, RAM_BYTES, make_chunk, same
 
-from cacheblend.store import StoreFullError
+from cacheblend.base.errors import StoreFullError
 
 PAIRS = [make_chunk(seed) for seed in range(8)]
 

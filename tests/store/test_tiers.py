@@ -9,12 +9,12 @@ import torch
 from chunks import RAM_BYTES, make_chunk, put_all, same
 from fakes import FakeRemoteTier
 
-from cacheblend.base.errors import DamagedEntryError
+from cacheblend.base.errors import ConfigError, DamagedEntryError
 from cacheblend.blend import KVGeometry, Prompt, Segment
 from cacheblend.loader import LayerLoader, copied_tiers
-from cacheblend.store import CACHE_TIERS, CacheTier, ChunkKey, ChunkKV, ConfigError, KVStore, StoreConfig
+from cacheblend.store import CACHE_TIERS, ChunkKey, ChunkKV, KVStore, StoreConfig
 from cacheblend.store.entry import EncodedEntry
-from cacheblend.store.tiers import AdmissionFilter, Pins, read_entry
+from cacheblend.store.tiers import AdmissionFilter, CacheTier, Pins, read_entry
 
 PAIRS = [make_chunk(seed) for seed in range(4)]
 
