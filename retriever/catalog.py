@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import re
 import sqlite3
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
@@ -45,7 +44,6 @@ CREATE TABLE IF NOT EXISTS documents (
     id TEXT PRIMARY KEY,
     version TEXT NOT NULL,
     title TEXT NOT NULL,
-    created_s REAL NOT NULL,
     chunks INTEGER NOT NULL DEFAULT 0,     -- how many the document has
     checksum BLOB NOT NULL DEFAULT x''     -- of id, version, title and number of chunks
 );
@@ -60,9 +58,9 @@ CREATE TABLE IF NOT EXISTS chunks (
     UNIQUE (document_id, position)
 );
 """
-INSERT_DOCUMENT = "INSERT INTO documents (id, version, title, created_s, chunks, checksum) VALUES (?, ?, ?, ?, ?, ?)"
+INSERT_DOCUMENT = "INSERT INTO documents (id, version, title, chunks, checksum) VALUES (?, ?, ?, ?, ?)"
 INSERT_CHUNK = "INSERT INTO chunks (document_id, position, text, token_ids, vector, checksum) VALUES (?, ?, ?, ?, ?, ?)"
-SELECT_DOCUMENTS = "SELECT id, version, title, chunks, created_s, checksum FROM documents "
+SELECT_DOCUMENTS = "SELECT id, version, title, chunks, checksum FROM documents "
 JOINED = "FROM chunks c JOIN documents d ON d.id = c.document_id"
 SELECT_CHUNKS = f"""
 SELECT c.document_id, d.version, c.position, d.title, c.text, c.token_ids, c.vector, c.checksum, d.chunks, d.checksum {JOINED}
@@ -72,16 +70,15 @@ _WRONG_VALUE = re.compile(r"(?<!\S)\S++ value in ")  # a finding of SQLite's tha
 
 @dataclass(frozen=True, slots=True)
 class CatalogedDocument:
-    """A document as the catalog lists it; `created_s` is Unix time.
+    """A document as the catalog lists it.
 
-    A document is `damaged` if its id, title, version or number of chunks is not what was written; its title is left out then.
+    It is `damaged` if its id, title, version or number of chunks is not what was written; its title is left out then.
     """
 
     id: str
     version: str
     title: str
     chunks: int
-    created_s: float
     damaged: bool = False
 
 
@@ -201,7 +198,7 @@ class Catalog:
                 removed += of_document
                 replaced += bool(of_document)
                 row = (document.id, document.version, document.title, len(entry.chunks))
-                self._sql(INSERT_DOCUMENT, (*row[:3], time.time(), row[3], row_checksum(*row)))
+                self._sql(INSERT_DOCUMENT, (*row, row_checksum(*row)))
                 added += [self._insert(chunk, vector) for chunk, vector in zip(entry.chunks, entry.vectors_ND, strict=True)]
             self.check_room()
             change = Change(added, removed, self.generation, replaced)
@@ -506,11 +503,11 @@ def row_checksum(*fields: object) -> bytes:
 
 def _document_of(row: tuple[Any, ...]) -> CatalogedDocument:
     """The document of a row of `SELECT_DOCUMENTS`; a damaged one is marked."""
-    id_, version, title, chunks, created_s, checksum = row
+    id_, version, title, chunks, checksum = row
     if checksum == row_checksum(id_, version, title, chunks):
-        return CatalogedDocument(id_, version, title, chunks, created_s)
+        return CatalogedDocument(id_, version, title, chunks)
     chunks = chunks if isinstance(chunks, int) else 0
-    return CatalogedDocument(_printable(id_), _printable(version), "", chunks, 0.0, damaged=True)
+    return CatalogedDocument(_printable(id_), _printable(version), "", chunks, damaged=True)
 
 
 def _chunk_of(row: tuple[Any, ...]) -> Chunk:

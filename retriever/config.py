@@ -9,7 +9,7 @@ from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import check_whole, is_number, option
 
 DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
-SEPARATOR = "\n\n"
+SEPARATOR = "\n\n"  # text after every chunk, tokenised together with it
 RETRIEVALS = ("hybrid", "dense")
 
 
@@ -23,7 +23,6 @@ class RetrieverConfig:
 
     directory: Path | None = None  # of the catalog, made when missing; None keeps it in memory
     chunk_tokens: int = option(512, "Tokens of the model in a chunk, before its separator; fixed once documents are ingested.")
-    separator: str = SEPARATOR  # text after every chunk, tokenised together with it
     embedder: str = option(DEFAULT_EMBEDDER, "A sentence-transformers model: a name or a folder.")
     index_budget_bytes: int | None = option(
         None,
@@ -43,8 +42,6 @@ class RetrieverConfig:
         if self.directory is not None and not isinstance(self.directory, Path):
             raise ConfigError("directory", self.directory, "a path, or None for memory")
         check_whole("chunk_tokens", self.chunk_tokens)
-        if not isinstance(self.separator, str):
-            raise ConfigError("separator", self.separator, "text")
         for name, choices in (("retrieval", RETRIEVALS), ("search_rounds", (1, 2))):
             if (value := getattr(self, name)) not in choices:
                 raise ConfigError(name, value, f"one of {', '.join(map(str, choices))}")

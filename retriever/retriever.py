@@ -72,8 +72,8 @@ class Retriever(IndexedDocuments):
                 make_folder(config.directory)
             except OSError as error:
                 raise RetrieverError(f"cannot make {config.directory}: {error.strerror}; choose another directory") from error
-        settings = {name: str(getattr(config, name)) for name in ("chunk_tokens", "separator")}
-        settings |= {"tokenizer": self.splitter.fingerprint, "embedder": self.embedder.name}
+        settings = {"tokenizer": self.splitter.fingerprint, "embedder": self.embedder.name}
+        settings["chunk_tokens"] = str(config.chunk_tokens)
         file = None if config.directory is None else config.directory / INDEX_FILE
         super().__init__(Catalog(file, settings, config.index_budget_bytes))
         self._index = SearchIndex(self._catalog, by_words=config.retrieval != "dense")

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from cacheblend.base.errors import InputError, RetrieverError
 from cacheblend.base.threads import Check
 
-from .config import RetrieverConfig
+from .config import SEPARATOR, RetrieverConfig
 from .document import Chunk, Document, TableHead
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class Splitter:
 
     Args:
         tokenizer: the model's fast tokenizer; it is copied.
-        config: `chunk_tokens` and `separator` are used.
+        config: `chunk_tokens` is used.
 
     Raises:
         RetrieverError: the tokenizer is not a fast one.
@@ -181,7 +181,7 @@ class Splitter:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | Tokenizer, config: RetrieverConfig) -> None:
         self.config = config
         self._tokenizer = PlainTokenizer(tokenizer)
-        self._separator_tokens = len(self._tokenizer.ids(config.separator))
+        self._separator_tokens = len(self._tokenizer.ids(SEPARATOR))
 
     @property
     def fingerprint(self) -> str:
@@ -207,7 +207,7 @@ class Splitter:
         """
         content, max_tokens = document.content, self.config.chunk_tokens
         if len(content) <= SHORT_CHARACTERS * max_tokens:
-            ids = self._tokenizer.ids(content + self.config.separator)
+            ids = self._tokenizer.ids(content + SEPARATOR)
             if self._separator_tokens < len(ids) <= max_tokens:  # one chunk, tokenised once, as a request's passage usually is
                 return [Chunk(document.id, document.version, 0, document.title, content, tuple(ids))]
         check()
@@ -223,6 +223,6 @@ class Splitter:
             check()
             text = table.head + text if table.head in short and text.strip() else text
             table.follow(text)
-            token_ids = tuple(self._tokenizer.ids(text + self.config.separator))
+            token_ids = tuple(self._tokenizer.ids(text + SEPARATOR))
             chunks.append(Chunk(document.id, document.version, position, document.title, text, token_ids))
         return chunks

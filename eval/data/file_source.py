@@ -20,6 +20,7 @@ from cacheblend.retriever import (
     RetrieverConfig,
     SentenceTransformerEmbedder,
 )
+from cacheblend.retriever.config import SEPARATOR
 from cacheblend.service.engine.document_sources import read_json_lines
 
 from .caching_embedder import CachingEmbedder
@@ -277,8 +278,7 @@ class FileSource:
         """A case's chunks, in the prompt's order."""
         documents, num_chunks = _documents(example), self.preset.num_chunks
         if (self.preset.chunking or ("split" if self._set.split else "passage")) == "passage":
-            separator = retriever.config.separator
-            return [_Chunk(document.id, plain.ids(document.content + separator)) for document in documents[:num_chunks]]
+            return [_Chunk(document.id, plain.ids(document.content + SEPARATOR)) for document in documents[:num_chunks]]
         if not self._set.searched:
             split = ((document.id, retriever.splitter.split(document)) for document in documents)
             every = (_Chunk.of(chunk, chunks) for _, chunks in split for chunk in chunks)

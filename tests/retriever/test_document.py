@@ -57,7 +57,6 @@ def test_bad_document_is_refused(raw: object, says: str) -> None:
         ("chunk_tokens", 0),
         ("chunk_tokens", 1.5),
         ("chunk_tokens", True),
-        ("separator", None),
         ("embedder", " "),
         ("directory", 3),
         ("retrieval", "bm26"),

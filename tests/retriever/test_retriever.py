@@ -108,7 +108,6 @@ def test_two_open_retrievers_see_each_others_documents(tmp_path: Path) -> None:
     ("change", "says"),
     [
         ({"chunk_tokens": 20}, "built with chunk_tokens '12', and this run has '20'"),
-        ({"separator": "\n"}, "separator"),
         ({"embedder": FakeEmbedder("other")}, "built with embedder 'fake', and this run has 'other'"),
         ({"vocab": 500}, "tokenizer"),
     ],

@@ -90,9 +90,9 @@ def test_token_ids_are_those_of_the_chunk_alone_with_its_separator() -> None:
     The title is the first line of chunk 0, and known to every chunk.
     """
     tokenizer = tiny_tokenizer()
-    chunks = split("the value of the item " * 30, "Title", chunk_tokens=16, separator="\n---\n")
+    chunks = split("the value of the item " * 30, "Title", chunk_tokens=16)
     for chunk in chunks:
-        assert list(chunk.token_ids) == tokenizer(chunk.text + "\n---\n", add_special_tokens=False)["input_ids"]
+        assert list(chunk.token_ids) == tokenizer(chunk.text + "\n\n", add_special_tokens=False)["input_ids"]
         assert (chunk.title, chunk.text.startswith("Title\n")) == ("Title", chunk.position == 0)
     assert len(chunks) > 2
 
