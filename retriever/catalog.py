@@ -37,7 +37,7 @@ from .document import Chunk, EmbeddedDocument
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
-FORMAT = "2"  # of the tables
+FORMAT = "3"  # of the tables
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS documents (

@@ -17,7 +17,7 @@ DOCUMENTS = [
     {"id": "cats", "title": "Cats", "text": "A cat sleeps on the warm roof. " * 3},
     {"id": "dogs", "title": "Dogs", "text": "A dog runs through the cold river. " * 3},
 ]
-REFUSED = r"catalogue\.sqlite has format 3, this version of cacheblend reads 2; use the version that made it, or another dir"
+REFUSED = r"catalogue\.sqlite has format 9, this version of cacheblend reads 2; use the version that made it, or another dir"
 DAMAGES = {
     "text": "UPDATE chunks SET text = 'A cat sleeps on the warm proof. ' WHERE document_id = 'cats' AND position = 1",
     "no text": "UPDATE chunks SET text = CAST(x'ff' || CAST(text AS BLOB) AS TEXT) WHERE document_id = 'cats' AND position = 1",
@@ -148,7 +148,7 @@ def test_a_name_that_is_no_text(directory: Path) -> None:
         open_index(directory)
 
 
-TO_FORMAT_3 = "UPDATE meta SET value = '3' WHERE key = 'format'"
+TO_FORMAT_9 = "UPDATE meta SET value = '9' WHERE key = 'format'"
 
 
 def content(directory: Path) -> list[str]:
@@ -166,7 +166,7 @@ def test_an_index_of_another_format(tmp_path: Path, documents: list[dict[str, st
     with open_index(tmp_path / "index") as index:
         if documents:
             index.add(documents)
-    alter(tmp_path / "index", TO_FORMAT_3)
+    alter(tmp_path / "index", TO_FORMAT_9)
     alter(tmp_path / "index", "ALTER TABLE chunks RENAME TO pieces")
     before = content(tmp_path / "index")
     with pytest.raises(RetrieverError, match=REFUSED):
@@ -178,6 +178,6 @@ def test_a_format_that_changes_under_an_open_index(tmp_path: Path) -> None:
     """A process that has the index open while another version takes it over adds nothing to it any more."""
     with open_index(tmp_path) as index:
         index.add(DOCUMENTS[:1])
-        alter(tmp_path, TO_FORMAT_3)
+        alter(tmp_path, TO_FORMAT_9)
         with pytest.raises(RetrieverError, match=REFUSED):
             index.add(DOCUMENTS)
