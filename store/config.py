@@ -64,7 +64,6 @@ class StoreConfig:
         panel=REMOTE_PANEL,
     )
     remote_timeout_s: float = option(1.0, "Seconds after which a call to the remote tier has failed.", panel=REMOTE_PANEL)
-    remote_ttl_s: int | None = option(None, "Seconds that redis keeps an entry; left out, for ever.", panel=REMOTE_PANEL)
     remote_queue_bytes: int = option(256 * MIB, "KV bytes that wait for the remote tier; more is not sent.", panel=REMOTE_PANEL)
 
     def __post_init__(self) -> None:
@@ -86,8 +85,6 @@ class StoreConfig:
             raise ConfigError("remote_tenant", self.remote_tenant, "a tenant's name, or nothing")
         if not is_number(self.remote_timeout_s) or self.remote_timeout_s <= 0:
             raise ConfigError("remote_timeout_s", self.remote_timeout_s, "seconds above 0")
-        if self.remote_ttl_s is not None:
-            check_whole("remote_ttl_s", self.remote_ttl_s)
 
     def read_secret(self) -> bytes | None:
         """The deployment's secret; None for none.

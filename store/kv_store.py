@@ -300,7 +300,7 @@ class KVStore:
         address = RemoteAddress(config.remote)
         if (secret := config.read_secret()) is None:
             logger.warning("no secret is set for the remote tier at %s: who can write there can change answers", address.shown)
-        backend = address.open(config.remote_timeout_s, config.remote_ttl_s, limit_bytes=config.nvme_budget_bytes)
+        backend = address.open(config.remote_timeout_s, limit_bytes=config.nvme_budget_bytes)
         objects = ObjectFormat(secret, config.remote_tenant)
         return RemoteTier(address, backend, objects, config.remote_timeout_s, config.remote_queue_bytes)
 

@@ -63,7 +63,7 @@ class Backend(Protocol):
 class _ObjectBackend:
     """Objects through obstore (S3, Google Cloud Storage, Azure, a folder), with keys and end points from the environment."""
 
-    def __init__(self, url: str, timeout_s: float, ttl_s: int | None, limit_bytes: int) -> None:
+    def __init__(self, url: str, timeout_s: float, limit_bytes: int) -> None:
         import obstore
 
         self._obstore: Any = obstore
@@ -113,9 +113,9 @@ class _ObjectBackend:
 
 
 class _RedisBackend:
-    """Redis and Valkey: a string value for each object. The server may drop any of them, by TTL or `maxmemory`."""
+    """Redis and Valkey: a string value for each object. The server may drop any of them (`maxmemory`)."""
 
-    def __init__(self, url: str, timeout_s: float, ttl_s: int | None, limit_bytes: int) -> None:
+    def __init__(self, url: str, timeout_s: float, limit_bytes: int) -> None:
         import redis
         from redis.backoff import NoBackoff
         from redis.retry import Retry
@@ -124,14 +124,13 @@ class _RedisBackend:
         # The time-out of a socket is for each read, and for all bytes of a write together.
         self._reads = connect(socket_timeout=timeout_s, retry=Retry(NoBackoff(), 0))
         self._writes = connect(socket_timeout=MAX_TRANSFER_S, retry=Retry(NoBackoff(), 0))
-        self._ttl_s = ttl_s  # no limit of bytes: Redis has one of 512 MiB
 
     def get(self, name: str) -> Bytes | None:
         data: Any = self._reads.get(KEY_PREFIX + name)
         return None if data is None else np.frombuffer(data, np.uint8)
 
     def put(self, name: str, data: bytes) -> None:
-        self._writes.set(KEY_PREFIX + name, data, ex=self._ttl_s)
+        self._writes.set(KEY_PREFIX + name, data)
 
     def contains(self, name: str) -> bool:
         return bool(self._reads.exists(KEY_PREFIX + name))
@@ -145,7 +144,7 @@ class _RedisBackend:
 
 
 # Scheme of a URL: its backend, and the extra that brings the backend's library, or None.
-BACKENDS: dict[str, tuple[Callable[[str, float, int | None, int], Backend], str | None]] = {
+BACKENDS: dict[str, tuple[Callable[[str, float, int], Backend], str | None]] = {
     **dict.fromkeys(("redis", "rediss", "unix"), (_RedisBackend, "redis")),
     **dict.fromkeys(("s3", "gs", "az", "file"), (_ObjectBackend, "objects")),
 }
@@ -172,7 +171,7 @@ class RemoteAddress:
         self.url, self.scheme = url, parts.scheme
         self.shown = urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
-    def open(self, timeout_s: float, ttl_s: int | None, limit_bytes: int) -> Backend:
+    def open(self, timeout_s: float, limit_bytes: int) -> Backend:
         """A backend, which connects at its first use; an object beyond the limit reads as empty.
 
         Raises:
@@ -181,7 +180,7 @@ class RemoteAddress:
         make, extra = BACKENDS[self.scheme]
         try:
             with needs_extra(extra) if extra else nullcontext():
-                return make(self.url, timeout_s, ttl_s, limit_bytes)
+                return make(self.url, timeout_s, limit_bytes)
         except MissingExtraError:
             raise
         except Exception as error:  # its message may show the URL

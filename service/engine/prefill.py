@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -36,7 +35,6 @@ from .config import EngineConfig
 from .prompt import PromptTokens
 from .request import Request
 
-logger = logging.getLogger(__name__)
 PrefillSteps = Generator[LayerReport, None, None]
 
 
@@ -248,7 +246,7 @@ class Prefiller:
         return time.perf_counter()
 
     def _observe(self, plan: BlendPlan, load_s: float, prefill_s: float, fused: FusionResult) -> None:
-        """Log what was predicted beside what it took, and let the controller learn from it."""
+        """Let the controller learn from what a prefill took."""
         loading, controller = plan.predicted, self.controller
         if loading is None or controller is None:
             return
@@ -256,14 +254,6 @@ class Prefiller:
         waited = self._fusor.decoder.device.type == "cuda" and fused.wait_s > 0.05 * prefill_s
         is_predicted = not waited and not fused.is_widened
         controller.record(loading, load_s=load_s, compute_s=prefill_s - fused.wait_s if is_predicted else None)
-        logger.info(
-            "%s: prefill %.4f s, predicted %.4f; loading %.4f s, predicted %.4f",
-            "full recompute" if loading.full_recompute else f"ratio {loading.ratio}",
-            prefill_s,
-            loading.prefill_s,
-            load_s,
-            0.0 if loading.full_recompute else loading.load_s,
-        )
 
 
 def _segments(planned: Iterable[BlendSegment]) -> list[Segment]:

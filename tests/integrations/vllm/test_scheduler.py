@@ -229,10 +229,10 @@ def test_bad_options_are_refused(options: dict[str, Any]) -> None:
 
 def test_the_remote_tier_is_an_option_or_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The remote tier has its names of elsewhere, an option counts before a variable, and no text shows the password."""
-    given = {"store_dir": "x", "remote": "redis://:hidden@cache:6379/0", "remote_timeout_s": 0.5, "remote_ttl_s": 60}
+    given = {"store_dir": "x", "remote": "redis://:hidden@cache:6379/0", "remote_timeout_s": 0.5}
     config = ConnectorConfig.from_options(given)
     store = config.store_config()
-    assert (store.remote, store.remote_timeout_s, store.remote_ttl_s) == (given["remote"], 0.5, 60)
+    assert (store.remote, store.remote_timeout_s) == (given["remote"], 0.5)
     assert "hidden" not in repr(config)
     monkeypatch.setenv("CACHEBLEND_REMOTE", "unix:///run/redis")
     monkeypatch.setenv("CACHEBLEND_REMOTE_SECRET", "a secret of the deployment")
