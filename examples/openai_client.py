@@ -18,7 +18,7 @@ DOCUMENTS = [
 
 def run(client: OpenAI, question: str = "How many days of leave are there?") -> str:
     """Upload, and print the answer as it comes."""
-    client.post("/documents", body={"documents": DOCUMENTS}, cast_to=object)
+    client.post("/documents?wait=true", body={"documents": DOCUMENTS}, cast_to=object)
     model = client.models.list().data[0].id
     stream = client.chat.completions.create(
         model=model,

@@ -55,7 +55,7 @@ TIMEOUT_S, HOSTILE_START_S = 30.0, 3.0
 IDLE_CONNECTIONS = 200
 HUGE_BYTES = 24 * 2**20
 BE_HOSTILE = "--be-hostile"  # the first argument of the hostile tenant's process
-CHAT, UPLOAD = "/v1/chat/completions", "/v1/documents"
+CHAT, UPLOAD = "/v1/chat/completions", "/v1/documents?wait=true"
 TEXTS = [text[:1000] for text in topics.values() if len(text) > 1000][:60]  # the good tenant's documents
 QUESTIONS = [f"What does the text number {number} say, and about what?" for number in range(50)]
 WORDS = [f"word{number}" for number in range(400)]
@@ -256,7 +256,7 @@ class Attacks:
         """Eight million characters, each some tokens; the client leaves."""
         with contextlib.suppress(httpx.TimeoutException):
             self._client.post(
-                "/v1/documents", files={"file": ("long.txt", ("\u6c34\u706b\u5730" * 930_000).encode())}, timeout=20
+                "/v1/documents?wait=true", files={"file": ("long.txt", ("\u6c34\u706b\u5730" * 930_000).encode())}, timeout=20
             )
         return [self._client.get("/readyz").status_code]
 

@@ -163,7 +163,7 @@ class Writer:
             return client.delete(path)
         if self._known.texts.get(id_):
             return client.put(path, json={"text": text})
-        return client.post("/v1/documents", json={"documents": [{"id": id_, "text": text}]})
+        return client.post("/v1/documents?wait=true", json={"documents": [{"id": id_, "text": text}]})
 
     def _text(self, id_: str) -> str:
         """A text that no other document has."""

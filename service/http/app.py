@@ -34,7 +34,7 @@ from cacheblend.service.engine.config import read_examples
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.request import METHODS
 
-from . import chat, documents, messages
+from . import chat, documents, ingests, messages
 from .config import LOOPBACK
 from .guard import ADMITTED, PAGE_FILES, ApiError, Guard, JsonRoute, RequestLog, answer_error, refused
 from .schemas import EmbeddingsBody
@@ -70,7 +70,7 @@ def create_app(server: Server) -> FastAPI:
         exception_handlers={CacheBlendError: answer_error, RequestValidationError: answer_error, HTTPException: answer_error},
     )
     app.state.server = server
-    for routes in (chat.router, messages.router, documents.router, router):
+    for routes in (chat.router, messages.router, documents.router, ingests.router, router):
         app.include_router(routes)
     for path in PAGE_FILES:
         app.add_api_route(path, page_file, include_in_schema=False, response_class=Response)
@@ -82,7 +82,7 @@ def create_app(server: Server) -> FastAPI:
             allow_origins=list(server.http.cors_origins),
             allow_methods=["GET", "POST", "PUT", "DELETE"],
             allow_headers=["*"],  # OpenAI's JavaScript client sends headers of its own
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", "Location"],
         )
     app.add_middleware(RequestLog, errors=server.metrics.errors)
     return app

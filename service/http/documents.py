@@ -1,4 +1,4 @@
-"""`/v1/documents` and `/v1/ingests`: what is answered from, uploaded as JSON or as a file."""
+"""`/v1/documents`: what is answered from, uploaded as JSON or as files."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import asyncio
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from itertools import starmap
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
@@ -23,7 +24,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from cacheblend.base.errors import InputError, MissingExtraError, StoreFullError
 from cacheblend.base.threads import Check, Progress
 from cacheblend.retriever import Document
-from cacheblend.retriever.document import NO_ID, file_of
+from cacheblend.retriever.document import NO_ID, file_of, with_one_text
 from cacheblend.service.engine.document_sources import JSONL_SUFFIXES, file_documents
 from cacheblend.service.engine.documents import DocumentStatus, shown_chunk
 from cacheblend.service.engine.engine import Engine
@@ -32,14 +33,15 @@ from cacheblend.service.engine.file_readers import MAX_UNPACKED_BYTES
 from cacheblend.service.engine.ingest import IngestReport
 
 from .guard import ApiError, JsonRoute, read_json, refused, shortened
+from .ingests import MAX_NAME_CHARACTERS, Ingest, Work
 from .schemas import DocumentBody, StrictModel, Text
-from .server import Ingest, Server, run_call, run_document_call
+from .server import Server, run_document_call, wait_for_call
 
 router = APIRouter(route_class=JsonRoute)
 _Result = TypeVar("_Result")
 LISTED, MAX_LISTED = 100, 1000  # documents of a page
 FORM_FIELDS = ("file", "id")
-MAX_NAME_CHARACTERS = 200  # of a file, and of an upload in a list
+MAX_FILES = 100  # of a form
 CHECK_EVERY_S = 0.1  # while a file is read: other uploads have their turns then, and a line is read in less
 _SUFFIX = re.compile(r"(\.jsonl\.gz|\.[a-z0-9]{1,8})$")  # says of which kind a file is; names in a file system hold few bytes
 
@@ -56,7 +58,10 @@ _UPLOAD_SCHEMA = {
         "schema": {
             "type": "object",
             "required": ["file"],
-            "properties": {"file": {"type": "string", "format": "binary"}, "id": {"type": "string"}},
+            "properties": {
+                "file": {"type": "array", "items": {"type": "string", "format": "binary"}},
+                "id": {"type": "string"},
+            },
         }
     },
 }
@@ -75,18 +80,21 @@ class PinBody(StrictModel):
     pinned: bool = True
 
 
-@router.post("/v1/documents", status_code=201, openapi_extra={"requestBody": {"required": True, "content": _UPLOAD_SCHEMA}})
-async def ingest(request: Request) -> dict[str, Any]:
-    """Split, index and precompute documents; returns when their KV is durable. A known id is replaced.
+@router.post("/v1/documents", status_code=202, openapi_extra={"requestBody": {"required": True, "content": _UPLOAD_SCHEMA}})
+async def ingest(request: Request, wait: bool = False) -> Response:
+    """Split, index and precompute documents, in a job of `/v1/ingests` that outlives the connection. A known id is replaced.
 
-    A form has a `file` in place of JSON, which is read as `cacheblend ingest` reads it. Its document has the form's `id`, by
-    default the file's name; pages, slides and sheets are documents such as `report.pdf#page=3`. A JSON line has its own id.
+    With `wait` the answer comes when their KV is durable, and nothing stays of the upload if its client leaves before.
+
+    A form has files in place of JSON, `file` each, which are read as `cacheblend ingest` reads them. A file's document has its
+    name as id, or the form's `id` where there is one file; pages, slides and sheets are documents such as `report.pdf#page=3`.
+    A JSON line has its own id.
     """
     if request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
-        return await _ingest_file(request)
+        return await _upload(request, await _read_files(request), wait=wait)
     body = await read_json(request, IngestBody)
     request.app.state.server.check_count(body.documents)
-    return await _ingest_documents(request, [document.model_dump() for document in body.documents])
+    return await _upload(request, await _of_documents(request, body.documents), wait=wait)
 
 
 @router.get("/v1/documents")
@@ -126,9 +134,10 @@ async def show(id_: str, request: Request) -> dict[str, Any]:
 
 
 @router.put("/v1/documents/{id_:path}")
-async def replace(id_: str, body: ReplaceBody, request: Request) -> dict[str, Any]:
-    """Put a document, in place of the one with this id where there is one."""
-    return await _ingest_documents(request, [{"id": id_, "title": body.title, "text": body.text}])
+async def replace(id_: str, body: ReplaceBody, request: Request) -> Response:
+    """Put a document, in place of the one with this id where there is one; the answer comes when its KV is durable."""
+    document = DocumentBody(id=id_, title=body.title, text=body.text)
+    return await _upload(request, await _of_documents(request, [document]), wait=True, status=200)
 
 
 @router.delete("/v1/documents/{id_:path}")
@@ -144,19 +153,6 @@ async def pin(id_: str, body: PinBody, request: Request) -> dict[str, Any]:
     return _body(await _known(request, lambda engine: engine.documents.pin(id_, pinned=body.pinned)))
 
 
-@router.get("/v1/ingests")
-async def ls_ingests(request: Request) -> dict[str, Any]:
-    """The uploads that have not ended, each with its stage and how much of it is done."""
-    server: Server = request.app.state.server
-    data = [
-        {"object": "ingest", "name": ingest.name, "stage": stage, "done": done, "total": total}
-        for ingest in server.ingests
-        for stage, done, total in [ingest.progress]
-        if ingest.tenant == request.state.tenant
-    ]
-    return {"object": "list", "data": data}
-
-
 async def _known(request: Request, call: Callable[[Engine], _Result]) -> _Result:
     """Run a call that refuses an unknown document; that is a 404."""
     try:
@@ -169,76 +165,94 @@ def _body(status: DocumentStatus) -> dict[str, Any]:
     return {"object": "document", **status.as_dict()}
 
 
-async def _ingest_documents(request: Request, documents: Sequence[Mapping[str, object]]) -> dict[str, Any]:
+async def _of_documents(request: Request, bodies: Sequence[DocumentBody]) -> Ingest:
     engine: Engine = request.state.engine
-    name = str(documents[0].get("id") or documents[0].get("title") or "")
-    return await _upload(request, name, lambda progress: engine.ingest(documents, progress))
+    given = (Document.of(body.model_dump()) for body in bodies)
+    documents = await run_in_threadpool(lambda: list(with_one_text(given)))  # what cannot be used is a 400, and no job
+    nbytes = sum(len(document.text) for document in documents)
+    return Ingest(request.state.tenant, {documents[0].id: lambda progress: engine.ingest(documents, progress)}, nbytes)
 
 
-async def _ingest_file(request: Request) -> dict[str, Any]:
+async def _read_files(request: Request) -> Ingest:
     server: Server = request.app.state.server
-    engine: Engine = request.state.engine
     async with server.reading[request.state.tenant]:
         try:  # in a thread: 30 MiB of almost boundaries take seconds
-            name, id_, raw = await run_in_threadpool(lambda: asyncio.run(_read_form(request)))
+            files = await run_in_threadpool(lambda: asyncio.run(_read_form(request)))
         except (MultiPartException, FormParserError) as error:  # starlette's, and the parser's own
             raise ApiError(400, f"the body is no form: {getattr(error, 'message', error)}", code="invalid_value") from None
-
     faults = dict[str, str]()
-
-    def ingest_file(progress: Progress) -> IngestReport:
-        progress.note("read", 0, 1)
-        documents = _read_file(server, id_, name, raw, progress.check, faults)
-        report = engine.ingest(documents, progress)
-        if not name.lower().endswith(JSONL_SUFFIXES):
-            engine.documents.prune([document.id for document in documents], [id_])  # pages of a longer file of this id
-        return report
-
-    answer = await _upload(request, name, ingest_file)
-    return answer | ({"faults": [f"{place}: {why}" for place, why in faults.items()]} if faults else {})
+    parts: dict[str, Work] = {one.name: partial(_ingest_file, server, request.state.engine, one, faults) for one in files}
+    return Ingest(request.state.tenant, parts, sum(len(one.raw) for one in files), faults=faults)
 
 
-async def _upload(request: Request, name: str, work: Callable[[Progress], IngestReport]) -> dict[str, Any]:
-    """Ingest when it is the tenant's turn; nothing of an upload stays if its client disconnects before the answer."""
+def _ingest_file(server: Server, engine: Engine, file: FormFile, faults: dict[str, str], progress: Progress) -> IngestReport:
+    progress.note("read", 0, 1)
+    documents = _read_file(server, file, progress.check, faults)
+    report = engine.ingest(documents, progress)
+    if not file.name.lower().endswith(JSONL_SUFFIXES):
+        engine.documents.prune([document.id for document in documents], [file.id])  # pages of a longer file of this id
+    return report
+
+
+async def _upload(request: Request, ingest: Ingest, *, wait: bool, status: int = 201) -> Response:
+    """Ingest when it is the tenant's turn, as a job, or before the answer."""
     server: Server = request.app.state.server
-    ingest = Ingest(request.state.tenant, name[:MAX_NAME_CHARACTERS])
-    server.ingests.append(ingest)
+    server.ingests.add(ingest)
     try:
-        report = await run_call(server.uploads, request, lambda check: work(Progress(ingest.note, check)), until_begun=True)
-    finally:
-        server.ingests.remove(ingest)
-    return {"object": "ingest_report", **report.as_dict()}
+        if not wait:
+            server.uploads.submit(ingest.call)
+            return JSONResponse(ingest.body(), 202, {"Location": f"/v1/ingests/{ingest.id}"})
+        report = await wait_for_call(server.uploads, request, ingest.call)
+    except BaseException:
+        server.ingests.forget(ingest)
+        raise
+    server.ingests.forget(ingest)
+    faults = [f"{place}: {why}" for place, why in {**ingest.faults, **ingest.errors}.items()]
+    return JSONResponse({"object": "ingest_report", **report.as_dict(), **({"faults": faults} if faults else {})}, status)
 
 
 class _FormInMemory(MultiPartParser):
     spool_max_size = 2**62  # the body is in memory already, and a full disk is no reason to fail here
 
 
-async def _read_form(request: Request) -> tuple[str, str, bytes]:
-    """The file of a form: its name without folders, the id that is given or else the name, and its bytes."""
-    form = await _FormInMemory(request.headers, request.stream(), max_files=1, max_fields=8).parse()
+class FormFile(NamedTuple):
+    """A file of a form: its name without folders, the id that is given or else the name, and its bytes."""
+
+    name: str
+    id: str
+    raw: bytes
+
+
+async def _read_form(request: Request) -> list[FormFile]:
+    """The files of a form, whose names differ."""
+    form = await _FormInMemory(request.headers, request.stream(), max_files=MAX_FILES, max_fields=8).parse()
     try:
-        file = form.get("file")
-        if not isinstance(file, UploadFile):
-            raise refused("file", "is missing; send it as a file of multipart/form-data")
+        files, found = [one for one in form.getlist("file") if isinstance(one, UploadFile)], dict[str, FormFile]()
         if unknown := [field for field in form if field not in FORM_FIELDS]:
             raise refused(shortened(unknown[0]), "is no field of this request; leave it out")
-        name = PurePosixPath(PureWindowsPath(file.filename or "").name).name
-        names = {"file": name, "id": form.get("id") or name}
-        for field, one in names.items():
-            if not isinstance(one, str) or not 0 < len(one) <= MAX_NAME_CHARACTERS or NO_ID.search(one) or file_of(one) != one:
-                raise refused(field, f"needs a name of 1 to {MAX_NAME_CHARACTERS} characters, without control characters")
-        return name, str(names["id"]), await file.read()
+        if "id" in form and len(files) > 1:
+            raise refused("id", "is of one file, and these are several; leave it out, or send one")
+        for file in files:
+            name = PurePosixPath(PureWindowsPath(file.filename or "").name).name
+            names = {"file": name, "id": str(form.get("id") or name)}
+            for field, one in names.items():
+                if not 0 < len(one) <= MAX_NAME_CHARACTERS or NO_ID.search(one) or file_of(one) != one or one in found:
+                    why = f"needs a name of its own of 1 to {MAX_NAME_CHARACTERS} characters, without control characters"
+                    raise refused(field, why)
+            found[name] = FormFile(name, names["id"], await file.read())
+        if not found:
+            raise refused("file", "is missing; send it as a file of multipart/form-data")
+        return [*found.values()]
     finally:
         await form.close()
 
 
-def _read_file(server: Server, id_: str, name: str, raw: bytes, check: Check, faults: dict[str, str]) -> list[Document]:
+def _read_file(server: Server, file: FormFile, check: Check, faults: dict[str, str]) -> list[Document]:
     """The documents of a file, read as `cacheblend ingest` reads it; `check` ends the reading if nobody waits for it.
 
     `faults` receives pages without text; a line that is no document refuses the file.
     """
-    checked_at = time.monotonic()
+    name, checked_at = file.name, time.monotonic()
 
     def check_in_time() -> None:
         nonlocal checked_at
@@ -248,11 +262,11 @@ def _read_file(server: Server, id_: str, name: str, raw: bytes, check: Check, fa
 
     max_documents, documents, characters = server.http.max_documents, list[Document](), 0
     of_pages = {} if name.lower().endswith(JSONL_SUFFIXES) else {"fault": faults.__setitem__}
-    with _written(server.uploads_folder, name, raw) as path, closing(FileConverter()) as converter:
+    with _written(server.uploads_folder, name, file.raw) as path, closing(FileConverter()) as converter:
         try:
             title = PurePosixPath(name).stem
             for document in file_documents(
-                path, id_, converter, title=title, where=name, check=check_in_time, max_bytes=MAX_UNPACKED_BYTES, **of_pages
+                path, file.id, converter, title=title, where=name, check=check_in_time, max_bytes=MAX_UNPACKED_BYTES, **of_pages
             ):
                 documents.append(document)
                 characters += len(document.text)

@@ -9,7 +9,6 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +27,8 @@ from cacheblend.service.serving.calls import Call, CallPool
 from cacheblend.service.serving.scheduler import Scheduler, ServingConfig
 
 from .config import HttpConfig, TenantConfig, engine_configs
-from .guard import ApiError, ApiKeys, refused, shortened
+from .guard import BODIES_OF_TENANT, ApiError, ApiKeys, refused, shortened
+from .ingests import Ingests
 from .metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -39,24 +39,6 @@ BACKGROUND_SHARE = 0.25  # of the time, for uploads and embeddings while request
 LOOK_FOR_CLIENT_S = 0.5  # how often a request that waits is checked for its client
 UPLOADS_FOLDER = "uploads"
 _Result = TypeVar("_Result")
-
-
-@dataclass(slots=True, eq=False)
-class Ingest:
-    """An upload that has not ended.
-
-    Args:
-        name: of the file, or the first document's id.
-        progress: stage ("waiting", "read", "index", "precompute"), and documents, in "precompute" chunks, done of how many.
-    """
-
-    tenant: str
-    name: str
-    progress: tuple[str, int, int] = ("waiting", 0, 0)
-
-    def note(self, stage: str, done: int, total: int) -> None:
-        """Note how far it is; from any thread."""
-        self.progress = stage, done, total
 
 
 class Server:
@@ -73,7 +55,7 @@ class Server:
 
     Attributes:
         template_kwargs: variables of the chat template that chats have by default.
-        ingests: uploads that have not ended, in the order of their coming; of the event loop's thread.
+        ingests: the uploads as jobs.
 
     Raises:
         ConfigError: tenants that share a name or a key, or whose budgets are more than the service's.
@@ -96,7 +78,8 @@ class Server:
         self.keys = ApiKeys(tenants, self.http.api_key)
         self.model_name = self.http.served_model_name or Path(engine_config.model).name or engine_config.model
         self.started = int(time.time())
-        self.metrics, self.ingests = Metrics(self.model_name), list[Ingest]()
+        self.metrics = Metrics(self.model_name)
+        self.ingests = Ingests(BODIES_OF_TENANT * self.http.max_body_bytes)
         self.reading = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by tenant: large bodies, one at a time
         with ExitStack() as opened:
             self.engines = _open_engines(opened, engine_config, tenants, engine, embedder)
@@ -198,17 +181,21 @@ def _open_engines(
     return engines
 
 
-async def run_call(pool: CallPool, request: Request, work: Callable[[Check], _Result], *, until_begun: bool = False) -> _Result:
-    """Have work done for a request in its tenant's turn, and wait for it as long as its client does.
+async def run_call(pool: CallPool, request: Request, work: Callable[[Check], _Result]) -> _Result:
+    """Have work done for a request; see `wait_for_call`."""
+    return await wait_for_call(pool, request, Call(work, tenant=request.state.tenant))
+
+
+async def wait_for_call(pool: CallPool, request: Request, call: Call[_Result]) -> _Result:
+    """Have a request's call done in its tenant's turn, and wait for it as long as the client does.
 
     Raises:
         QueueFullError, ShuttingDownError: the pool does not accept it.
-        DeadlineError: the request is older than `deadline_s`; with `until_begun` only if the work has not begun.
+        DeadlineError: the request is older than `deadline_s`; with the call's `until_begun` only if the work has not begun.
         ClientGoneError: the client has left; the work ends at its next check.
     """
     server: Server = request.app.state.server
-    state, deadline_s = request.state, server.scheduler.config.deadline_s
-    call = Call(work, tenant=state.tenant, deadline_s=deadline_s, arrived=state.arrived, until_begun=until_begun)
+    call.deadline_s, call.arrived = server.scheduler.config.deadline_s, request.state.arrived
     pool.submit(call)
     try:
         return await while_client_waits(request, asyncio.wrap_future(call.future), call.check)

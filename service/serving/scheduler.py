@@ -54,7 +54,7 @@ class ServingConfig:
     max_num_seqs: int = option(16, "Requests that hold a KV cache at once: those that decode, and the one that is prefilled.")
     max_waiting: int = option(64, "Requests of a tenant that may be prepared or wait; the next one is refused.")
     max_uploads: int = option(8, "Uploads of a tenant that may wait or run; the next one is refused.")
-    deadline_s: float = option(300.0, "Seconds from a request's arrival after which it is given up; so is an upload not begun.")
+    deadline_s: float = option(300.0, "Seconds from arrival after which a request is given up; so is an upload not begun.")
     grace_s: float = option(30.0, "Seconds in which running requests may end when the service stops; uploads have half of it.")
     guard_share: float = option(0.01, "Share, 0 to 1, of blended requests compared with full prefill when idle.", panel=GUARD)
     guard_floor: float = option(

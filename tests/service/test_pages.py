@@ -186,7 +186,7 @@ def test_python(service: Service, snippet: str, monkeypatch: pytest.MonkeyPatch,
         pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[dev]'")
     openai = pytest.importorskip("openai")
     documents = [{"id": "ada", "text": "Ada Lovelace wrote the first program."}, {"text": "Lunch is at noon."}]
-    httpx.post(f"{service.address}/v1/documents", json={"documents": documents}, timeout=60).raise_for_status()
+    httpx.post(f"{service.address}/v1/documents?wait=true", json={"documents": documents}, timeout=60).raise_for_status()
     made: list[Any] = []
 
     def closed_afterwards(init: Any) -> Any:

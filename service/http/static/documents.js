@@ -7,9 +7,12 @@ const MAX_SHOWN = 300; // chunks of an opened document
 const SEARCHED_FROM = 6; // documents, from which a search is offered
 const SEARCH_AFTER_MS = 250; // of no typing
 const PROGRESS_EVERY_MS = 500;
+const MAX_LOST = 20; // answers in a row about an upload
+const AT_ONCE = 4; // uploads that wait or run
 let last = null; // id of the last document that is listed
 let lists = 0; // lists asked for: the answer to an earlier one comes too late
 let opens = 0; // and documents opened
+let resumed = false;
 let onChange = () => {};
 
 const path = (id) => `/v1/documents/${encodeURIComponent(id)}`;
@@ -90,6 +93,10 @@ export async function list(further = false) {
   const limit = further ? LISTED : Math.min(MAX_LISTED, Math.max(LISTED, $("documents").children.length));
   const number = ++lists;
   const page = await readPage(limit, further ? last : null);
+  if (!resumed) {
+    resumed = true;
+    act(resume);
+  }
   if (number !== lists) return;
   if (!further) $("documents").replaceChildren();
   $("documents").append(...page.data.map(row));
@@ -103,54 +110,80 @@ export async function list(further = false) {
   if (!searches && !further) onChange(page.data);
 }
 
-/** How far the service is with a file in words, and the share of its chunks that is computed. */
-async function readProgress(name) {
-  const { data } = await json("/v1/ingests");
-  const own = data.findLast((ingest) => ingest.name === name);
-  if (own?.stage === "waiting") return { words: "waits for its turn" };
-  if (!own?.total || own.stage === "read") return { words: "being read" };
-  if (own.stage === "index") return { words: `${own.done} of ${counted(own.total, "part")} indexed` };
-  return { words: `${own.done} of ${counted(own.total, "chunk")} computed`, share: own.done / own.total };
+/** How far the service is with an upload in words, and the share of its chunks that is computed. */
+function progress({ status, stage, done, total }) {
+  if (status === "waiting") return { words: "waits for its turn" };
+  if (!total || stage === "read") return { words: "being read" };
+  if (stage === "index") return { words: `${done} of ${counted(total, "part")} indexed` };
+  return { words: `${done} of ${counted(total, "chunk")} computed`, share: done / total };
 }
 
-/** A line for a file, and the work that uploads it and resolves to whether it was added. */
-function upload(file) {
+/** A line for an upload, and what shows there how it gets on, until it ends; resolves to whether it was added. */
+function line(name) {
   const item = element("li");
-  const state = element("span", `${file.name}: waits`);
+  const state = element("span", `${name}: waits`);
   const bar = element("progress");
-  bar.setAttribute("aria-label", `${file.name} is being read`);
+  bar.setAttribute("aria-label", `${name} is being read`);
   item.append(state, bar);
   $("uploads").append(item);
-  const dismiss = () => removing("Dismiss", `Dismiss: ${file.name}`, item);
-  return async () => {
-    const tick = setInterval(async () => {
-      const progress = await readProgress(file.name).catch(() => null);
-      if (!progress) return;
-      state.textContent = `${file.name}: ${progress.words}`;
-      if (progress.share === undefined) bar.removeAttribute("value");
-      else bar.value = progress.share;
-    }, PROGRESS_EVERY_MS);
-    const form = new FormData();
-    form.append("file", file, file.name);
+  const end = (words, failed) => {
+    item.replaceChildren(`${words} `, removing("Dismiss", `Dismiss: ${name}`, item));
+    if (failed) item.className = "failed";
+    return !failed;
+  };
+  const follow = async ({ id }) => {
+    const cancel = button("Cancel", () => act(() => api(`/v1/ingests/${id}`, { method: "DELETE" })), "plain");
+    cancel.setAttribute("aria-label", `Cancel: ${name}`);
+    item.append(cancel);
+    for (let lost = 0; ; ) {
+      const job = await json(`/v1/ingests/${id}`).catch((error) => {
+        if (++lost === MAX_LOST) throw error;
+      });
+      if (job && !["waiting", "running"].includes(job.status)) return job;
+      if (job) {
+        lost = 0;
+        const { words, share } = progress(job);
+        state.textContent = `${name}: ${words}`;
+        if (share === undefined) bar.removeAttribute("value");
+        else bar.value = share;
+      }
+      await new Promise((done) => setTimeout(done, PROGRESS_EVERY_MS));
+    }
+  };
+  return async (start) => {
     try {
-      const report = await json("/v1/documents", { method: "POST", body: form });
-      if (report.unchanged === report.documents) item.replaceChildren(`${file.name} is there already, unchanged. `, dismiss());
-      else item.remove();
+      const { status, errors, report } = await follow(await start());
+      if (status === "cancelled") return end(`${name}: cancelled.`, true);
+      if (errors.length) throw new Error(errors[0].message);
+      if (report.unchanged === report.documents) return end(`${name} is there already, unchanged.`);
+      item.remove();
       return true;
     } catch (error) {
       const why = error.message.replace(/^file: /, "");
-      item.replaceChildren(why.startsWith(`${file.name}:`) ? `${why} ` : `${file.name}: ${why} `, dismiss());
-      item.className = "failed";
-      return false;
-    } finally {
-      clearInterval(tick);
+      return end(why.startsWith(`${name}:`) ? why : `${name}: ${why}`, true);
     }
   };
 }
 
-/** Upload files, one after the other: each is computed with the whole machine. */
+/** Upload files, a few at a time; the service goes on with them where the page is closed. */
 async function add(files) {
-  for (const run of [...files].map(upload)) if (await run()) await act(list);
+  const waiting = [...files].map((file) => [line(file.name), file]);
+  const work = async () => {
+    for (let next; (next = waiting.shift()); ) {
+      const [shown, file] = next;
+      const form = new FormData();
+      form.append("file", file, file.name);
+      if (await shown(() => json("/v1/documents", { method: "POST", body: form }))) await act(list);
+    }
+  };
+  await Promise.all(Array.from({ length: AT_ONCE }, work));
+}
+
+/** Show the uploads that go on, as an earlier page has begun them. */
+async function resume() {
+  const { data } = await json("/v1/ingests");
+  const going = data.filter(({ status }) => ["waiting", "running"].includes(status));
+  await Promise.all(going.map(async (job) => (await line(job.name)(async () => job)) && act(list)));
 }
 
 /** Make the section work; `changed` is given the documents that are listed first. */

@@ -62,7 +62,11 @@ CASES: dict[str, Sequence[Step]] = {
     "embeddings": [("POST", "/v1/embeddings", {"input": ["while", "for"], "encoding_format": "base64"})],
     "models": [("GET", "/v1/models", None), ("GET", f"/v1/models/{MODEL}", None)],
     "documents": [
-        ("POST", DOCUMENTS, {"documents": [{"id": "new", "title": "New", "text": "A new document, of some length."}]}),
+        (
+            "POST",
+            f"{DOCUMENTS}?wait=true",
+            {"documents": [{"id": "new", "title": "New", "text": "A new document, of some length."}]},
+        ),
         ("GET", f"{DOCUMENTS}?limit=2&order=desc", None),
         ("GET", f"{DOCUMENTS}/new", None),
         ("PUT", f"{DOCUMENTS}/new", {"text": "Another text."}),

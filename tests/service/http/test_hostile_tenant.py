@@ -111,7 +111,7 @@ def test_uploads_of_another_tenant(serve: Serve, embedder: SlowEmbedder) -> None
     def upload(number: int) -> None:
         body = {"documents": [{"id": f"h{number}", "text": f"{SLOW} {number}"}]}
         with contextlib.suppress(httpx.TransportError):
-            statuses.append(clients["hostile"].post("/v1/documents", json=body, timeout=15).status_code)
+            statuses.append(clients["hostile"].post("/v1/documents?wait=true", json=body, timeout=15).status_code)
 
     with ThreadPoolExecutor(40) as threads:
         uploads = [threads.submit(upload, number) for number in range(40)]
@@ -161,7 +161,9 @@ def test_half_an_upload(serve: Serve, monkeypatch: pytest.MonkeyPatch, known: bo
 
     monkeypatch.setattr(engine.fusor, "precompute_documents", slow)
     id_ = str(DOCUMENTS[0]["id"]) if known else "new"
-    hang_up(clients["hostile"], 1, "/v1/documents", lambda _: {"documents": [{"id": id_, "text": LONG_TEXT}]}, after_s=1)
+    hang_up(
+        clients["hostile"], 1, "/v1/documents?wait=true", lambda _: {"documents": [{"id": id_, "text": LONG_TEXT}]}, after_s=1
+    )
     assert computing.is_set()
     wait_until(lambda: 'cacheblend_http_errors_total{status="499"} 1.0' in clients["good"].get("/metrics").text)
     gate.set()
@@ -200,7 +202,7 @@ def test_readiness(serve: Serve, embedder: SlowEmbedder, tmp_path: Path) -> None
     server, clients = serve(stall_s=0.3)
     assert clients["good"].get("/readyz").status_code == 200
     body = {"documents": [{"text": SLOW}]}
-    upload = threading.Thread(target=lambda: clients["hostile"].post("/v1/documents", json=body))
+    upload = threading.Thread(target=lambda: clients["hostile"].post("/v1/documents?wait=true", json=body))
     upload.start()
     wait_until(lambda: server.uploads.stalled_s > 0.3)
     response = clients["good"].get("/readyz")

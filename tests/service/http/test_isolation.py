@@ -130,7 +130,7 @@ def test_a_tenant_floods(tenants: dict[str, Tenant]) -> None:
     with one salt, with none, and with a new one for each text.
     """
     one, two = tenants["one"], tenants["two"]
-    assert two.http.post("/v1/documents", json={"documents": DOCUMENTS[:1]}).status_code == 201
+    assert two.http.post("/v1/documents?wait=true", json={"documents": DOCUMENTS[:1]}).status_code == 201
     two.ask(text_of(1), SALTS[0])
     two.chat(text_of(1) * 4)
     held, hits = two.entries(), two.store()["ram"]["hits"]
@@ -190,7 +190,7 @@ def test_tenants_of_replicas_share_nothing_in_the_remote_tier(
         before = remote_hits(replicas)
         if step == "upload":
             body = {"documents": [{"id": id_, "title": "", "text": text}]}
-            assert tenant.http.post("/v1/documents", json=body).status_code == 201
+            assert tenant.http.post("/v1/documents?wait=true", json=body).status_code == 201
             held.add((name, "", number))
         elif step == "delete":
             for replica in replicas:

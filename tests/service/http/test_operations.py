@@ -163,7 +163,7 @@ def test_what_the_guard_finds(model_dir: Path, tmp_path: Path) -> None:
         serving_tenants(["one", "two"], model_dir, tmp_path, limits) as (_, address),
         httpx.Client(base_url=address, timeout=60) as client,
     ):
-        assert client.post("/v1/documents", json={"documents": DOCUMENTS}, headers=one).status_code == 201
+        assert client.post("/v1/documents?wait=true", json={"documents": DOCUMENTS}, headers=one).status_code == 201
 
         def ask(checked: int, **options: object) -> float | None:
             answer = client.post("/v1/chat/completions", json={**CHAT, **options}, headers=one).json()

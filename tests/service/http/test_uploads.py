@@ -28,7 +28,7 @@ TEXT = "The lighthouse at Kap Arkona was built by Karl Friedrich Schinkel. " * 4
 
 def post(client: httpx.Client, name: str, raw: bytes, **fields: str) -> httpx.Response:
     """Upload a file."""
-    return client.post("/v1/documents", files={"file": (name, raw)}, data=fields)
+    return client.post("/v1/documents?wait=true", files={"file": (name, raw)}, data=fields)
 
 
 def texts(client: httpx.Client, prefix: str) -> dict[str, str]:
@@ -188,7 +188,7 @@ def test_a_client_that_leaves_ends_the_reading(address: str, server: Server, mon
 
     async def leave() -> None:
         async with httpx.AsyncClient(base_url=address, timeout=60) as leaving:
-            sent = asyncio.create_task(leaving.post("/v1/documents", files={"file": ("a.txt", b"x")}))
+            sent = asyncio.create_task(leaving.post("/v1/documents?wait=true", files={"file": ("a.txt", b"x")}))
             assert await asyncio.to_thread(begun.wait, 60)
             assert server.uploads.is_busy
             sent.cancel()
@@ -233,7 +233,7 @@ def test_bodies_are_read_beside_the_others(client: httpx.Client, monkeypatch: py
     body: dict[str, Any] = {"json": {"documents": [{"text": "x" * 17_000}]}}
     body = {"files": {"file": ("a.txt", TEXT.encode())}} if as_file else body
     with ThreadPoolExecutor(1) as pool:
-        sent = pool.submit(client.post, "/v1/documents", **body)
+        sent = pool.submit(client.post, "/v1/documents?wait=true", **body)
         assert begun.wait(60)
         assert httpx.get(f"{client.base_url}/healthz").status_code == 200
         answered.set()
@@ -260,7 +260,7 @@ def test_an_upload_is_listed_to_its_tenant(model_dir: Path, tmp_path: Path, monk
 
         monkeypatch.setattr(store, "put", hold)
         file = {"file": ("for.txt", text.encode())}
-        upload = other.submit(client.post, "/v1/documents", headers=one, files=file)
+        upload = other.submit(client.post, "/v1/documents?wait=true", headers=one, files=file)
 
         def listed(headers: dict[str, str]) -> Any:
             return client.get("/v1/ingests", headers=headers).raise_for_status().json()["data"]
