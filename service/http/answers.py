@@ -221,15 +221,13 @@ def usage(choices: Mapping[int, Done], n: int, reasoning_tokens: int | None = No
     plans = [choices[place].answer.plan for place in range(0, len(choices), n)]
     prompt_tokens = sum(plan.prompt_tokens for plan in plans)
     completion_tokens = sum(len(done.answer.token_ids) for done in choices.values())
+    cached_tokens = sum(plan.cached_tokens for plan in plans)
     recomputed_tokens = round(sum(plan.recomputed_tokens for plan in plans), 3)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {
-            "cached_tokens": sum(plan.cached_tokens for plan in plans),
-            "recomputed_tokens": recomputed_tokens,
-        },
+        "prompt_tokens_details": {"cached_tokens": cached_tokens, "recomputed_tokens": recomputed_tokens},
         **details,
     }
 

@@ -53,14 +53,14 @@ async def answer_chat(body: ChatBody, request: Request, generation: type[Generat
     """The answer to a chat, in the words of a kind of `Generation`."""
     _check_tools(body, request.state.engine.prompts)
     defaults = request.app.state.server.template_kwargs
-    return await _respond(body, request, ChatChoice, partial(lay_out_chat, defaults=defaults), generation)
+    return await _respond(body, request, partial(lay_out_chat, defaults=defaults), partial(generation, choice_class=ChatChoice))
 
 
 @router.post("/v1/completions", responses=ANSWERS)
 async def completion(body: CompletionBody, request: Request) -> Response:
     """Continue a text, after the documents given or, with `num_chunks`, the chunks nearest it."""
     words = request.app.state.server.grammars.words
-    return await _respond(body, request, TextChoice, partial(lay_out_completion, words=words), Generation)
+    return await _respond(body, request, partial(lay_out_completion, words=words), partial(Generation, choice_class=TextChoice))
 
 
 @router.post("/v1/chat/completions/explain")
@@ -158,11 +158,7 @@ def sampling_of(body: Body, grammars: GrammarCompiler, thoughts: Thoughts | None
 
 
 async def _respond(
-    body: Body,
-    request: Request,
-    choice_class: type[TextChoice],
-    lay_out: Callable[[Engine, Any], Iterator[dict[str, Any]]],
-    generation_class: type[Generation],
+    body: Body, request: Request, lay_out: Callable[[Engine, Any], Iterator[dict[str, Any]]], begin: Callable[..., Generation]
 ) -> Response:
     server: Server = request.app.state.server
     engine: Engine = request.state.engine
@@ -196,7 +192,7 @@ async def _respond(
 
     prepared = await run_call(server.preparing, request, prepare)
     # 3. Submit a request for each choice.
-    generation = generation_class(request, prepared, body, choice_class)
+    generation = begin(request, prepared, body)
     try:
         generation.submit()
         # 4. Answer, at once or streamed; an error before the first event is a response of its own, and no stream.
