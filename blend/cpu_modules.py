@@ -71,17 +71,6 @@ class RowPieces(nn.Module):
         return torch.cat(outputs, dim=1)
 
 
-class OneHead(nn.Module):
-    """Stands in for the queries' product, whose result nobody reads: one head of zeros."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self._size = size
-
-    def forward(self, hidden_1SM: torch.Tensor, *_: Any) -> torch.Tensor:
-        return hidden_1SM.new_zeros(*hidden_1SM.shape[:-1], self._size)
-
-
 class PackedLinear(nn.Module):
     """One linear layer; its parameters are shared."""
 

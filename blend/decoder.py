@@ -25,7 +25,7 @@ from torch import nn
 
 from .anatomy import PROBED, Attended, LayerAnatomy, LayerCall, Pair, Probe, Projection, UnblendableError, examine, find_layers
 from .attention import ChunkWindow, Rows
-from .cpu_modules import OneHead, PackedLinear, RowPieces, is_worth_packing, packed, with_fused_norms, with_modules
+from .cpu_modules import PackedLinear, RowPieces, is_worth_packing, packed, with_fused_norms, with_modules
 from .families import RotaryOfRows, max_positions_of, rope_border, turn_rows_alone
 from .generation import DecodeKernel, DecodePass, OneSequencePass, SequenceKV, decode_kernel
 from .interfaces import CosSin, KVGeometry, LayerKV, ResidentLayers
@@ -151,8 +151,6 @@ class Decoder:
             if type(model.get_output_embeddings()) is nn.Linear:
                 exit_tree.set_output_embeddings(PackedLinear(exit_tree.get_output_embeddings()))
         self.layers, self._exit = layers, exit_tree
-        with torch.no_grad():
-            self._projectors = [self._projector(layer) for layer in range(self.geometry.layers)]
         # Decoding and chosen rows run fused norms; contiguous rows run the model's own norms, bit for bit.
         self._fused_layers, self._fused_exit = [with_fused_norms(layer) for layer in self.layers], with_fused_norms(exit_tree)
         attention = self.anatomy[0].attention
@@ -256,25 +254,6 @@ class Decoder:
         start = self._hidden_size + layer * size
         return state_1SM[..., start : start + size]
 
-    def _projector(self, layer: int) -> Any:
-        """The layer without its queries' product, where its attention caches the same without it."""
-        block = self.layers[layer]
-        for name, child in block._modules.items():
-            if isinstance(getattr(child, "q_proj", None), nn.Module):
-                without = with_modules(block, **{name: with_modules(child, q_proj=OneHead(self.anatomy[layer].query_size))})
-                state_1SM = torch.ones(1, 2, self._state_size(), dtype=self.dtype, device=self.device)
-                own = self._project(block, layer, state_1SM)
-                try:
-                    mine = self._project(without, layer, state_1SM)
-                except RuntimeError:
-                    return block
-                return without if all(torch.equal(x, y) for x, y in zip(own, mine, strict=True)) else block
-        return block
-
-    def _state_size(self) -> int:
-        extra = 0 if self._calls[0].extra is None else self._calls[0].extra.shape[-1] * len(self._calls)
-        return self._hidden_size + extra
-
     def _decode_kernel(self, layer: int, anatomy: LayerAnatomy) -> DecodeKernel | None:
         is_plain = anatomy.source == layer and anatomy.caches_keys and not anatomy.is_packed
         return decode_kernel(self.geometry, anatomy.query_heads, layer) if is_plain else None
@@ -319,14 +298,11 @@ class Decoder:
         return self.anatomy[layer].pack(*pair)
 
     def project_kv(self, layer: int, hidden_1SM: torch.Tensor) -> Pair:
-        return self._project(self._projectors[layer], layer, hidden_1SM)
-
-    def _project(self, block: nn.Module, layer: int, state_1SM: torch.Tensor) -> Pair:
-        rows = state_1SM.shape[1]
+        rows = hidden_1SM.shape[1]
         cos_1SX, sin_1SX = self._calls[layer].identity(rows, self.dtype, self.device)
         projection, positions_S = Projection(), torch.zeros(rows, dtype=torch.long, device=self.device)
         with suppress(Attended):
-            self._run(block, layer, state_1SM, positions_S, (cos_1SX, sin_1SX), projection)
+            self._run(self.layers[layer], layer, hidden_1SM, positions_S, (cos_1SX, sin_1SX), projection)
         return self.anatomy[layer].pack(*projection.cached)
 
     def run_rows(

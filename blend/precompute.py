@@ -13,6 +13,7 @@ from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
 from cacheblend.base.errors import ConfigError
+from cacheblend.base.threads import in_groups
 
 if TYPE_CHECKING:
     from cacheblend.store import LayerPair
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from .interfaces import ModelRunner
     from .layer_passes import SharedPrefix
 
-# Tokens of a pass; a longer one is no faster, since its activations leave the processor's caches.
-PASS_TOKENS = 1536
+# Tokens that make a pass full; a longer one is no faster, since its activations leave the processor's caches.
+PASS_TOKENS = 1024
 DOCUMENT_TOKENS = 2048
 
 
@@ -104,21 +105,8 @@ def readings(chunks: Sequence[Sequence[int]], which: Collection[int], context: C
 
 
 def passes(every: Iterable[Reading], prefix_tokens: int) -> Iterator[list[Reading]]:
-    """Group readings so that a pass has at most `PASS_TOKENS` tokens, counting `prefix_tokens` per reading.
-
-    A reading that is longer has a pass to itself.
-    """
-    group: list[Reading] = []
-    held = 0
-    for reading in every:
-        tokens = len(reading) + prefix_tokens
-        if group and held + tokens > PASS_TOKENS:
-            yield group
-            group, held = [], 0
-        group.append(reading)
-        held += tokens
-    if group:
-        yield group
+    """Group readings until a pass has `PASS_TOKENS` tokens, counting `prefix_tokens` per reading."""
+    return in_groups(every, lambda group: sum(len(reading) + prefix_tokens for reading in group) >= PASS_TOKENS)
 
 
 def run_pass(

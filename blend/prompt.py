@@ -252,11 +252,6 @@ class FusionResult:
         return sum(report.wait_s for report in (*self.selection, *self.layers))
 
     @property
-    def selection_rows(self) -> tuple[int, ...]:
-        """Rows of each report in `selection`."""
-        return tuple(report.recomputed for report in self.selection)
-
-    @property
     def recomputed_ratio(self) -> float:
         """Share of the reusable tokens that was recomputed, in the mean over layers 1 and up; 0 without reusable tokens."""
         fresh = len(self.token_ids) - self.exact_tokens - self.reusable_tokens

@@ -76,7 +76,7 @@ def ingest(
     try:
         with closing(stream), _interrupted_by_sigterm() if watch else nullcontext():
             if vllm.vllm is not None:
-                with IngestProgress(stream, _measured(stream)) as progress:
+                with IngestProgress(_measured(stream)) as progress:
                     report = upload_documents(stream, vllm, stream.report.faults, progress)
             elif ray.ray is not None:
                 report = _ingest_on_ray(sources, stream, _config(settings, model, store_dir), ray, yes=yes)
@@ -145,7 +145,7 @@ def _ingest(stream: DocumentStream, config: EngineConfig, folders: Sequence[str]
     config = replace(config, store=replace(config.store, ram_budget_bytes=1))
     with Engine(config, fusor=fusor) as engine:
         remember_settings(config)
-        with IngestProgress(stream, size) as progress:
+        with IngestProgress(size) as progress:
             report = engine.ingest_stream(stream if size != StreamSize() else (), progress)
         _prune(engine, stream, all_others=prune)
         return report + _follow(engine, folders, stream.report) if folders else report
@@ -195,7 +195,7 @@ def _ingest_on_ray(
     _agree(config, geometry, tokens, yes=yes)
     stream.report = SourceReport()
     # What Ray says of a process that died would stand before the JSON object.
-    with redirect_stdout(sys.stderr), IngestProgress(None, size) as progress:
+    with redirect_stdout(sys.stderr), IngestProgress(size) as progress:
         report = ingest_on_ray(sources, config, ray, report=stream.report, progress=progress)
     if size is None:
         _print_skipped(stream.report)

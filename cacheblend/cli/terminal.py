@@ -28,7 +28,7 @@ from cacheblend.base import threads
 from cacheblend.base.errors import InputError
 
 if TYPE_CHECKING:
-    from cacheblend.service.engine.document_sources import DocumentStream, StreamSize
+    from cacheblend.service.engine.document_sources import StreamSize
 
 LOADING = "loading libraries"
 LINE_EVERY_S = 10.0  # of progress, where there is no terminal
@@ -190,49 +190,33 @@ class _Stages(logging.Handler):
 
 
 class IngestProgress(LiveLine, threads.Progress):
-    """Documents and tokens done, the speed since the first chunk began to be computed, and the time that is left.
+    """Documents and tokens done, their speed, the time that is left, and how far the batch's stage is.
 
-    Progress is counted in characters, of a batch by the share of its computed chunks; skipped documents promise no early end.
-    Without a stream others read, and only finished documents are known; without its size no time left is shown.
+    The time left is that of the remaining documents at the pace of those that were computed: skipped ones promise no early end.
     """
 
-    def __init__(self, stream: DocumentStream | None, size: StreamSize | None) -> None:
+    def __init__(self, size: StreamSize | None) -> None:
         LiveLine.__init__(self)
         threads.Progress.__init__(self)
-        self._stream, self._size = stream, size
-        self._started, self._skipped_characters = time.monotonic(), 0
-        self._done_documents = self._done_tokens = self._done_characters = 0  # up to the batch
-        self._batch_share, self._embedding = 0.0, ""
+        self._size, self._stage = size, ""
+        self._started, self._skipped = time.monotonic(), 0
 
     def note(self, stage: str, done: int, total: int) -> None:
-        if stage == "precompute":
-            self._batch_share = done / total
-            self.note_batch()
-
-    def note_windows(self, done: int, total: int) -> None:
-        self._embedding = f"embedding {done:,} of {total:,} windows"
+        self._stage = f", {stage} {done:,} of {total:,}"
         self.check()
 
-    def check(self) -> None:
-        """Say that a batch's texts are split and embedded, which comes before the first of its chunks is computed."""
-        if self.tokens == self._done_tokens and (characters := self._characters - self._done_characters) > 0:
-            self.show(f"{self.line()}, {self._embedding or f'splitting {characters:,} characters'}")
+    def note_windows(self, done: int, total: int) -> None:
+        self.note("embed", done, total)
 
-    def note_batch(self) -> None:
-        """Show what is done, a batch among it if one has ended."""
+    def check(self) -> None:
+        """Show what is done."""
         if not self.tokens:
-            self._started, self._skipped_characters = time.monotonic(), self._characters * (self.documents > 0)
-        if self.documents != self._done_documents:  # a batch ended, and the next one is not read yet
-            self._done_documents, self._done_tokens, self._done_characters = self.documents, self.tokens, self._characters
-            self._batch_share, self._embedding = 0.0, ""
+            self._started, self._skipped = time.monotonic(), self.documents
         self.show(self.line())
 
-    @property
-    def _characters(self) -> int:
-        """Characters of the documents that were read."""
-        if self._stream is not None:
-            return self._stream.characters
-        return round(self._size.characters * self.documents / max(1, self._size.documents)) if self._size else 0
+    def note_batch(self) -> None:
+        self._stage = ""
+        self.check()
 
     def line(self) -> str:
         """The line as it is now."""
@@ -240,8 +224,7 @@ class IngestProgress(LiveLine, threads.Progress):
         parts = [f"{self.documents:,}{of} documents", f"{self.tokens:,} tokens"]
         if self.tokens and (seconds := time.monotonic() - self._started) > 0:
             parts.append(f"{self.tokens / seconds:,.0f} tokens/s")
-            done = self._done_characters + self._batch_share * (self._characters - self._done_characters)
-            if self._size is not None and done > self._skipped_characters:
-                left_s = seconds * (self._size.characters - done) / (done - self._skipped_characters)
+            if self._size and self.documents > self._skipped:
+                left_s = seconds * (self._size.documents - self.documents) / (self.documents - self._skipped)
                 parts.append(f"{timedelta(seconds=round(left_s))} left")
-        return ", ".join(parts)
+        return ", ".join(parts) + self._stage

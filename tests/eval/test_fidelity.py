@@ -107,7 +107,7 @@ def test_compute_is_a_share_of_full_prefills(fusor: Fusor) -> None:
     assert (by_attention[0], by_attention[-1]) == (shares[0], shares[-1])
     assert by_attention[1] < shares[1]  # layer 0 runs the chosen tokens alone
     asking, chosen = _fused(fusor, 0.1, "question_attention"), _fused(fusor, 0.1, "first_tokens")
-    assert asking.selection_rows == (len(QUESTION),) * (len(model.layers) - 1)
+    assert [report.recomputed for report in asking.selection] == [len(QUESTION)] * (len(model.layers) - 1)
     assert compute_share(asking, model) > compute_share(chosen, model)  # the question's own pass counts
 
 

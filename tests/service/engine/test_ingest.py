@@ -22,7 +22,7 @@ from cacheblend.blend.decoder import Decoder
 from cacheblend.cli.terminal import IngestProgress
 from cacheblend.retriever import Document, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
-from cacheblend.service.engine.document_sources import DocumentStream, StreamSize
+from cacheblend.service.engine.document_sources import StreamSize
 from cacheblend.store import ChunkKV
 
 MANY = [{"id": name, "title": name, "text": text[:300]} for name, text in sorted(topics.items())[:20]]
@@ -273,36 +273,25 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     """Speed and time left are those of the documents that were computed, not of those that were skipped."""
     now = 100.0
     monkeypatch.setattr("cacheblend.cli.terminal.time.monotonic", lambda: now)
-    stream = DocumentStream([])
-    with IngestProgress(stream, StreamSize(20, 4000)) as progress:
-        stream.characters = 1000
+    with IngestProgress(StreamSize(20, 4000)) as progress:
         show(progress, 5, 0)
         now = 110.0
-        stream.characters = 2000
-        show(progress, 9, 5000)
-        assert progress.line() == "9 of 20 documents, 5,000 tokens, 500 tokens/s, 0:00:20 left"
+        show(progress, 10, 5000)
+        assert progress.line() == "10 of 20 documents, 5,000 tokens, 500 tokens/s, 0:00:20 left"
         show(progress, 10, 6000)
-    assert capsys.readouterr().err == "9 of 20 documents, 5,000 tokens, 500 tokens/s, 0:00:20 left\n"
-    with IngestProgress(stream, StreamSize(1, 4000)) as progress:
-        stream.characters = 4000  # one long document, read at once
-        show(progress, 0, 0)
-        now += 20
-        progress.check()
+    assert capsys.readouterr().err == "10 of 20 documents, 5,000 tokens, 500 tokens/s, 0:00:20 left\n"
+    with IngestProgress(StreamSize(1, 4000)) as progress:  # one long document
         now += 20
         progress.note_windows(16, 300)
-        assert capsys.readouterr().err == (
-            "0 of 1 documents, 0 tokens, splitting 4,000 characters\n0 of 1 documents, 0 tokens, embedding 16 of 300 windows\n"
-        )
-        show(progress, 0, 0)
+        now += 20
+        progress.check()
+        stage = "0 of 1 documents, 0 tokens, embed 16 of 300\n"
+        assert capsys.readouterr().err == stage * 2
         progress.tokens = 100
+        now += 10
         progress.note("precompute", 1, 10)
-        now += 10
-        assert progress.line() == "0 of 1 documents, 100 tokens, 10 tokens/s, 0:01:30 left"
-    with IngestProgress(None, StreamSize(20, 4000)) as progress:
-        show(progress, 5, 900)  # of documents that others read
-        now += 10
-        assert progress.line() == "5 of 20 documents, 900 tokens, 90 tokens/s, 0:00:30 left"
-    with IngestProgress(stream, None) as progress:
+        assert progress.line() == "0 of 1 documents, 100 tokens, 10 tokens/s, precompute 1 of 10"
+    with IngestProgress(None) as progress:
         assert progress.line() == "0 documents, 0 tokens"
         progress.documents, progress.tokens = 1, 70
         now += 10
