@@ -17,8 +17,7 @@ import copy
 import functools
 import logging
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,6 @@ from torch import nn
 from .compiled_file import function, load_or_warn
 
 MEMORY_PART = 1 / 8
-# Linear layers that a module calls one after the other with one input: one product computes all of them.
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 CGROUP_OF_PROCESS, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 EXPECTED_ROWS = 16  # oneDNN packs for this number of rows; 512 changes no product's time
 NORM_SOURCE = Path(__file__).with_name("rms_norm.c")
@@ -83,43 +80,6 @@ class PackedLinear(nn.Module):
         return _product(inputs_SI, self._weight, self.plain.bias)
 
 
-class _Product:
-    """Outputs of several layers over one input, computed when the first of them is called; in the order of their calls."""
-
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        self._layers = layers
-        biases: list[torch.Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-        weights: list[torch.Tensor] = [layer.weight.detach() for layer in layers]
-        self._weight = _pack(torch.cat(weights))
-        self._bias = torch.cat(biases).detach() if biases else None
-        self._of_thread = threading.local()
-
-    def outputs(self, index: int, inputs_SI: torch.Tensor) -> torch.Tensor:
-        """Outputs (S, O) of one layer; it computes its own if the first was not called with this tensor."""
-        if index == 0:
-            sizes = [layer.out_features for layer in self._layers]
-            self._of_thread.pending = inputs_SI, _product(inputs_SI, self._weight, self._bias).split(sizes, dim=-1)
-        nothing: tuple[torch.Tensor | None, tuple[torch.Tensor, ...]] = None, ()
-        pending_SI, outputs = getattr(self._of_thread, "pending", nothing)
-        if pending_SI is not inputs_SI:
-            output: torch.Tensor = self._layers[index](inputs_SI)
-            return output
-        if index == len(outputs) - 1:
-            del self._of_thread.pending
-        return outputs[index]
-
-
-class SharingLinear(nn.Module):
-    """One of several layers over one input that share a product; `index` is its place there."""
-
-    def __init__(self, plain: nn.Linear, product: _Product, index: int) -> None:
-        super().__init__()
-        self.plain, self._product, self._index = plain, product, index
-
-    def forward(self, inputs_SI: torch.Tensor) -> torch.Tensor:
-        return self._product.outputs(self._index, inputs_SI)
-
-
 def is_worth_packing(model: nn.Module) -> bool:
     """Whether to pack a model's linear layers: bfloat16, a CPU with instructions for it, and memory for a copy."""
     linears = [module for module in model.modules() if type(module) is nn.Linear]
@@ -167,14 +127,7 @@ def _cgroup_limits() -> Iterator[int]:
 
 def packed(module: Any) -> Any:
     """A shallow copy of a module tree with its linear layers packed; the parameters stay shared with the original."""
-    twin = _with_children(module, lambda child: PackedLinear(child) if type(child) is nn.Linear else packed(child))
-    for names in TOGETHER:
-        layers = [module._modules.get(name) for name in names]
-        if all(type(layer) is nn.Linear for layer in layers) and len({layer.bias is None for layer in layers}) == 1:
-            product = _Product(layers)
-            for index, (name, layer) in enumerate(zip(names, layers, strict=True)):
-                twin._modules[name] = SharingLinear(layer, product, index)
-    return twin
+    return _with_children(module, lambda child: PackedLinear(child) if type(child) is nn.Linear else packed(child))
 
 
 def _pack(weight_OI: torch.Tensor) -> torch.Tensor:
