@@ -115,7 +115,8 @@ def report(done: Done) -> dict[str, Any]:
 def chunk_metadata(found: ScoredChunk) -> dict[str, Any]:
     """Metadata of a found chunk as a framework's document; `EngineChat.known_chunk` finds the chunk by it."""
     chunk = found.chunk
-    return {"document_id": chunk.document_id, "title": chunk.title, "position": chunk.position, **found.place.as_dict()}
+    origin = {"document_id": chunk.document_id, "title": chunk.title, "position": chunk.position}
+    return {**found.metadata, **origin, **found.place.as_dict()}
 
 
 def message_of(role: str | None, kind: str, texts: Sequence[object]) -> Message:

@@ -49,9 +49,10 @@ class CacheBlendRetriever(BaseRetriever):
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
     engine: SkipValidation[Engine]
     num_chunks: int = 6  # or as many as there are
+    filter: dict[str, Any] | None = None  # of documents' metadata, see `MetadataFilter.of`
 
     def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
-        found = self.engine.search(query, self.num_chunks)
+        found = self.engine.search(query, self.num_chunks, self.filter)
         about = [{**chunk_metadata(one), "distance": one.distance, "score": one.score} for one in found]
         return [Document(page_content=one.chunk.text, metadata=each) for one, each in zip(found, about, strict=True)]
 

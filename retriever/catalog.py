@@ -8,6 +8,7 @@ Shapes: N chunks, D dimensions.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sqlite3
@@ -34,6 +35,7 @@ from cacheblend.base.sqlite import BUSY_TIMEOUT_S, committed, prefix_end, sqlite
 from cacheblend.store.layout import Reserve
 
 from .document import Chunk, EmbeddedDocument
+from .metadata import MetadataFilter, as_json
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -56,6 +58,11 @@ CREATE TABLE IF NOT EXISTS chunks (
     vector BLOB NOT NULL,                  -- float32, little-endian
     checksum BLOB NOT NULL DEFAULT x'',    -- of document, version, position, text, token ids and vector
     UNIQUE (document_id, position)
+);
+CREATE TABLE IF NOT EXISTS metadata (      -- of the documents that have some
+    document_id TEXT PRIMARY KEY REFERENCES documents (id) ON DELETE CASCADE,
+    fields TEXT NOT NULL,                  -- JSON
+    checksum BLOB NOT NULL                 -- of document, version and fields
 );
 """
 INSERT_DOCUMENT = "INSERT INTO documents (id, version, title, chunks, checksum) VALUES (?, ?, ?, ?, ?)"
@@ -199,6 +206,10 @@ class Catalog:
                 replaced += bool(of_document)
                 row = (document.id, document.version, document.title, len(entry.chunks))
                 self._sql(INSERT_DOCUMENT, (*row, row_checksum(*row)))
+                if document.metadata:
+                    fields = as_json(document.metadata)
+                    checksum = row_checksum(document.id, document.version, fields)
+                    self._sql("INSERT INTO metadata VALUES (?, ?, ?)", (document.id, fields, checksum))
                 added += [self._insert(chunk, vector) for chunk, vector in zip(entry.chunks, entry.vectors_ND, strict=True)]
             self.check_room()
             change = Change(added, removed, self.generation, replaced)
@@ -335,6 +346,7 @@ class Catalog:
         """Whether all rows of a document are there, and are what was written."""
         try:
             self.chunks(document_id)
+            self.metadata(document_id)
         except (DamagedDocumentError, InputError):
             return False
         return True
@@ -350,6 +362,20 @@ class Catalog:
         if not rows or [chunk.position for chunk in chunks] != list(range(rows[0][-2])):
             raise DamagedDocumentError(document_id)
         return chunks
+
+    def metadata(self, document_id: str) -> dict[str, Any]:
+        """The metadata of a document, empty if it has none; `DamagedDocumentError` if they are not what was written."""
+        joined = "SELECT d.version, m.fields, m.checksum FROM metadata m JOIN documents d ON d.id = m.document_id"
+        for version, fields, checksum in self._sql(f"{joined} WHERE d.id = ?", (document_id,)):
+            if checksum != row_checksum(document_id, version, fields):
+                raise DamagedDocumentError(document_id)
+            return dict(json.loads(fields))
+        return {}
+
+    def chunk_ids(self, meets: MetadataFilter) -> list[int]:
+        """Index ids of the chunks of documents whose metadata meet a filter."""
+        query = f"SELECT id FROM chunks WHERE document_id IN (SELECT document_id FROM metadata WHERE {meets.sql})"
+        return [id_ for (id_,) in self._sql(query, meets.values)]
 
     def chunk(self, id_: int) -> Chunk:
         """The chunk of an index id; `DamagedDocumentError` if the row is not what was written."""

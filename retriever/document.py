@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from cacheblend.base.errors import InputError
 
+from .metadata import Metadata, as_json, read_metadata
+
 HASH_DIGITS = 32  # 128 bits: enough that two documents never share one by chance
 # C0 and C1 control characters, which paths and terminals do not show, and what a byte that is no UTF-8 is read as.
 NO_ID = re.compile("[\x00-\x1f\x7f-\x9f\ufffd]")
@@ -47,17 +49,19 @@ class Document:
         id: the caller's name for it, without control characters, at most `MAX_ID_BYTES`; adding the same id again replaces it.
         title: may be empty, at most `MAX_TITLE_CHARACTERS`; stands in front of the first chunk only.
         text: must hold more than white space.
+        metadata: see `read_metadata`; what a filter looks at, and no part of the text.
 
-    `version` is the hash of title and text: another version under the same id is another document.
+    `version` is the hash of title, text and metadata: another version under the same id is another document.
 
     Raises:
-        InputError: a field is not text, cannot be encoded as UTF-8, id or text is empty, an id has a control character, or an
-            id or a title is too long.
+        InputError: a field is not text, cannot be encoded as UTF-8, id or text is empty, an id has a control character, an id
+            or a title is too long, or the metadata are not allowed.
     """
 
     id: str
     title: str
     text: str
+    metadata: Metadata = field(default_factory=dict)
     version: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,11 +84,18 @@ class Document:
         }
         if fault := next((fault for fault, is_so in faults.items() if is_so), None):
             raise InputError(f"document {shown}{fault}")
-        object.__setattr__(self, "version", content_hash(self.title, self.text))
+        try:
+            metadata = read_metadata(self.metadata)
+        except InputError as error:
+            raise InputError(f"document {shown}: {error}") from None
+        object.__setattr__(self, "metadata", metadata)
+        object.__setattr__(self, "version", content_hash(self.title, self.text + (as_json(metadata) if metadata else "")))
 
     @classmethod
     def of(cls, raw: Document | Mapping[str, object]) -> Document:
-        """Read `{"id": str, "title": str, "text": str}`; a missing id becomes the content's hash, other keys are ignored.
+        """Read `{"id": str, "title": str, "text": str, "metadata": {}}`; other keys are ignored.
+
+        A missing id becomes the content's hash.
 
         Raises:
             InputError: not such a mapping, or a field is not allowed.
@@ -99,7 +110,7 @@ class Document:
             raise InputError(f'document {id_ or title!r} has no "text"; its keys are {sorted(map(str, raw))}')
         if id_ is None:
             id_ = content_hash(str(title), str(text))
-        return cls(id_, title, text)  # type: ignore[arg-type]  # __post_init__ checks the types
+        return cls(id_, title, text, raw.get("metadata") or {})  # type: ignore[arg-type]  # __post_init__ checks the types
 
     @property
     def content(self) -> str:
@@ -180,6 +191,7 @@ class ScoredChunk:
     distance: float  # squared L2 distance of question and chunk; nearest is 0
     score: float = math.nan  # without a search
     place: ChunkPlace = field(default_factory=ChunkPlace)
+    metadata: Metadata = field(default_factory=dict)  # of its document
 
 
 def chunk_places(document_id: str, title: str, texts: Sequence[str]) -> Iterator[ChunkPlace]:

@@ -6,6 +6,7 @@ Shapes: N vectors, D dimensions, K results.
 from __future__ import annotations
 
 import functools
+import json
 import math
 import re
 import sqlite3
@@ -86,6 +87,7 @@ class IndexedDocuments:
     version = _locked(Catalog.version)
     ids = _locked(Catalog.ids)
     chunks = _locked(Catalog.chunks)
+    metadata = _locked(Catalog.metadata)
     verify = _locked(Catalog.verify)
 
     def places(self, chunks: Sequence[Chunk]) -> list[ChunkPlace]:
@@ -167,10 +169,14 @@ class VectorIndex:
         """Remove the vectors of these ids; the order of the others stays."""
         self._index.remove_ids(faiss.IDSelectorBatch(np.asarray(ids, dtype=np.int64)))
 
-    def search(self, vector_D: NDArray[np.float32], top_k: int) -> list[int]:
-        """Ids of the K nearest vectors, nearest first, the lower id first among equals."""
-        distances_1K, ids_1K = self._index.search(np.ascontiguousarray(vector_D, dtype=np.float32)[None], top_k)
-        return [id_ for _, id_ in sorted(zip(distances_1K[0].tolist(), ids_1K[0].tolist(), strict=True))]
+    def search(self, vector_D: NDArray[np.float32], top_k: int, among: Sequence[int] | None = None) -> list[int]:
+        """Ids of the K nearest vectors, of `among` or of all, nearest first, the lower id first among equals."""
+        options = None
+        if among is not None:
+            options = faiss.SearchParameters()
+            options.sel = faiss.IDSelectorBatch(np.asarray(among, dtype=np.int64))
+        distances_1K, ids_1K = self._index.search(np.ascontiguousarray(vector_D, dtype=np.float32)[None], top_k, params=options)
+        return [id_ for _, id_ in sorted(zip(distances_1K[0].tolist(), ids_1K[0].tolist(), strict=True)) if id_ >= 0]
 
     def distance(self, id_: int, vector_D: NDArray[np.float32]) -> float:
         """Squared L2 distance of the vector of an id; NaN if there is none."""
@@ -220,14 +226,16 @@ class WordIndex:
                 rows = zip((id_ for id_, *_ in of_document), printable, strict=True)
                 self._db.executemany("INSERT INTO words (rowid, text) VALUES (?, ?)", rows)
 
-    def search(self, text: str, limit: int) -> list[int]:
-        """Index ids of the chunks that share words with a text, best first by BM25, the lower id among equals."""
+    def search(self, text: str, limit: int, among: Sequence[int] | None = None) -> list[int]:
+        """Index ids of the chunks, of `among` or of all, that share words with a text, best first by BM25, then by id."""
         words = self._telling(dict.fromkeys(WORD.findall(in_words(text.lower()))))
         if not words:
             return []
         match = " OR ".join(f'"{word}"' for word in words)
-        query = "SELECT rowid FROM words WHERE words MATCH ? ORDER BY rank, rowid LIMIT ?"
-        return [id_ for (id_,) in self._db.execute(query, (match, limit))]
+        chosen = "" if among is None else "AND rowid IN (SELECT value FROM json_each(:among))"
+        query = f"SELECT rowid FROM words WHERE words MATCH :match {chosen} ORDER BY rank, rowid LIMIT :limit"
+        values = {"match": match, "limit": limit, "among": None if among is None else json.dumps(among)}
+        return [id_ for (id_,) in self._db.execute(query, values)]
 
     def _telling(self, words: Iterable[str]) -> list[str]:
         """The rarest of some words, without common ones unless all are common."""

@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from .config import RetrieverConfig
 from .document import Chunk, ChunkPlace, Document, EmbeddedDocument, ScoredChunk, chunk_places, found_texts, with_one_text
 from .embedder import Embedder, SentenceTransformerEmbedder, checked_between_batches
 from .index import INDEX_FILE, WORD, IndexedDocuments, SearchIndex, VectorIndex, fuse_rankings
+from .metadata import MetadataFilter
 from .splitter import Splitter
 
 if TYPE_CHECKING:
@@ -177,13 +178,14 @@ class Retriever(IndexedDocuments):
             index = self._index.current()
             return 0 if index is None else len(index)
 
-    def search(self, question: str, num_chunks: int) -> list[ScoredChunk]:
+    def search(self, question: str, num_chunks: int, filter: Mapping[str, Any] | None = None) -> list[ScoredChunk]:
         """The `num_chunks` best chunks for a question, or as many as there are, best first; see `RetrieverConfig.retrieval`.
 
-        `min_score` drops chunks below it, perhaps all.
+        `min_score` drops chunks below it, perhaps all. With a filter, see `MetadataFilter.of`, only chunks of documents whose
+        metadata meet it are found, perhaps none.
 
         Raises:
-            InputError: the question is empty, num_chunks below 1, or there are no chunks at all.
+            InputError: the question is empty, num_chunks below 1, there are no chunks at all, or the filter cannot be read.
             RetrieverError: the embedder or the directory cannot be used.
             DamagedDocumentError: a chunk that was found is not what was written.
         """
@@ -191,6 +193,7 @@ class Retriever(IndexedDocuments):
             raise InputError(f"question={question!r} is empty; ask something")
         if not isinstance(num_chunks, int) or isinstance(num_chunks, bool) or num_chunks < 1:
             raise InputError(f"num_chunks={num_chunks!r} is not allowed: ask for a whole number of chunks, at least 1")
+        meets = MetadataFilter.of(filter or {})
         with self._lock, self._catalog.snapshot():
             self._searchable()
         vector_D = self._embed([question])[0]
@@ -201,7 +204,8 @@ class Retriever(IndexedDocuments):
                     f"the embedder gives vectors of {len(vector_D)} dimensions, the index has {index.dimensions}; "
                     "use the embedder it was built with, or another directory"
                 )
-            found = self._find(index, question, vector_D, num_chunks)
+            among = None if meets is None else self._catalog.chunk_ids(meets)
+            found = self._find(index, question, vector_D, num_chunks, among)
         placed = [replace(one, place=self._place(one.chunk), score=1 - one.distance / 2) for one in found]
         least = self.config.min_score
         return placed if least is None else [one for one in placed if one.score >= least]
@@ -251,16 +255,22 @@ class Retriever(IndexedDocuments):
             )
         return vectors_ND
 
-    def _find(self, index: VectorIndex, question: str, vector_D: NDArray[np.float32], num_chunks: int) -> list[ScoredChunk]:
-        """The best chunks."""
-        count, words = min(num_chunks, len(index)), self._index.words
+    def _find(
+        self, index: VectorIndex, question: str, vector_D: NDArray[np.float32], num_chunks: int, among: Sequence[int] | None
+    ) -> list[ScoredChunk]:
+        """The best chunks, of those of the index ids `among` or of all."""
+        size = len(index) if among is None else len(among)
+        count, words = min(num_chunks, size), self._index.words
+        if not count:
+            return []
         # 1. Rank by meaning and by words, each list longer than what is wanted, and fuse the ranks.
-        candidates = min(max(CANDIDATES, num_chunks), len(index))
-        rankings = [index.search(vector_D, candidates)]
+        candidates = min(max(CANDIDATES, num_chunks), size)
+        rankings = [index.search(vector_D, candidates, among)]
         if words is not None:
-            rankings.append(words.search(question, candidates))
+            rankings.append(words.search(question, candidates, among))
             # Numbers and codes name a row among rows that have everything else in common with it.
-            rankings.append(words.search(" ".join(filter(_CODE.match, WORD.findall(question))), candidates))
+            codes = " ".join(word for word in WORD.findall(question) if _CODE.match(word))
+            rankings.append(words.search(codes, candidates, among))
         best = fuse_rankings(rankings)
         # 2. The names in the best document's chunks lead to those that a question over two documents does not name.
         if words is not None and self.config.search_rounds == 2 and 1 < count < len(best):
@@ -268,7 +278,7 @@ class Retriever(IndexedDocuments):
             chunks = [self._catalog.chunk(id_) for id_ in first]
             texts = [chunk.text for chunk in chunks if chunk.document_id == chunks[0].document_id]
             if names := [word for word in WORD.findall(" ".join([chunks[0].title, *texts])) if word[0].isupper()]:
-                second = words.search(" ".join([question, *names]), count + len(first))
+                second = words.search(" ".join([question, *names]), count + len(first), among)
                 best = [*first, *[id_ for id_ in second if id_ not in first][: count - len(first)], *best[len(first) :]]
         # 3. The chunks themselves, of equal ones the best, and how near they are.
         found = dict[str, ScoredChunk]()
@@ -276,7 +286,8 @@ class Retriever(IndexedDocuments):
             if len(found) < count:
                 chunk = self._catalog.chunk(id_)
                 text = chunk.text.removeprefix(chunk.title).strip()
-                found.setdefault(text, ScoredChunk(chunk, index.distance(id_, vector_D)))
+                metadata = self._catalog.metadata(chunk.document_id)
+                found.setdefault(text, ScoredChunk(chunk, index.distance(id_, vector_D), metadata=metadata))
         return list(found.values())
 
     def _searchable(self) -> VectorIndex:

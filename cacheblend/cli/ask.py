@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cacheblend.base.errors import InputError, RetrieverError
+from cacheblend.retriever.metadata import MetadataFilter
 from cacheblend.service.engine.config import EngineConfig
+from cacheblend.service.engine.document_sources import parse_json
 
 from . import options, terminal
 from .model import choose_model
@@ -29,6 +31,9 @@ def ask(
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     method: Annotated[str, typer.Option(help="blend, full_recompute, prefix_cache or full_reuse.")] = "blend",
     num_chunks: Annotated[int, typer.Option(help="Chunks to retrieve, or as many as there are.")] = 6,
+    filter: Annotated[
+        str, typer.Option(help='Of documents\' metadata, such as {"year": {"gte": 2020}, "lang": ["de", "fr"]}.')
+    ] = "{}",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens of this total probability.")] = 1.0,
     yes: options.Fetch = False,
@@ -47,6 +52,7 @@ def ask(
     """
     if not store_dir.is_dir():
         raise InputError(f"there is no store at {store_dir}; `cacheblend ingest` makes one, or name another with --store-dir")
+    MetadataFilter.of(wanted := parse_json(filter, "--filter"))
     chosen = choose_model(model, yes=yes)
     try:
         with terminal.shown_stages():
@@ -63,7 +69,9 @@ def ask(
     with opened as engine:
         if not as_json:
             terminal.note(f"answering from {terminal.counted(engine.retriever.count(), 'document')} in {store_dir}")
-        request = engine.prepare(question, num_chunks=num_chunks, method=method, temperature=temperature, top_p=top_p)
+        request = engine.prepare(
+            question, num_chunks=num_chunks, filter=wanted, method=method, temperature=temperature, top_p=top_p
+        )
         request.max_tokens = min(request.max_tokens, config.max_tokens or MAX_TOKENS)
         for event in engine.stream(request):
             if not as_json:
@@ -88,7 +96,7 @@ def _print_plan(answer: Answer) -> None:
         title = scored.chunk.title or scored.chunk.document_id
         terminal.print_line(f"  - {title}{scored.place}, chunk {scored.chunk.position} (score {scored.score:.3f})")
     if not answer.chunks:
-        terminal.print_line("  no chunk reached --min-score: the answer is the model's own, from none of the documents")
+        terminal.print_line("  no chunk reached --min-score, or met --filter: the answer is from none of the documents")
     terminal.print_line(
         f"{plan.method}{how}: first token after {timings.ttft_s:.3f} s; "
         f"{terminal.counted(plan.prompt_tokens, 'prompt token')}, {terminal.counted(plan.hits, 'chunk')} from the store, "

@@ -7,20 +7,21 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, redirect_stdout
+from contextlib import closing, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cacheblend.base.errors import InputError
 from cacheblend.base.options import GIB
 from cacheblend.integrations.ray import RayConfig
+from cacheblend.retriever.metadata import read_metadata
 from cacheblend.service.engine.config import KV_FOLDER, EngineConfig, load_fusor, remember_settings
-from cacheblend.service.engine.document_sources import UNLISTED, DocumentStream, SourceReport, StreamSize
+from cacheblend.service.engine.document_sources import UNLISTED, DocumentStream, SourceReport, StreamSize, parse_json
 from cacheblend.service.engine.ingest import IngestReport, VllmConfig, upload_documents
 from cacheblend.service.engine.web_pages import WebFiles
 
@@ -36,6 +37,9 @@ OF_ANSWERS = ("preset", "max_tokens", "recompute_ratio", "selector", "min_score"
 OF_READING = ("prefix_budget_bytes", "ram_budget_bytes", "direct_reads")
 NAMED = 10  # skipped files of each reason
 ASK_FROM_BYTES = 2 * GIB
+Fields = Annotated[
+    list[str] | None, typer.Option(metavar="NAME=VALUE", help="Of all documents, to filter by; may be repeated.")
+]
 
 
 @options.accepts(EngineConfig, RayConfig, VllmConfig, without=(*OF_ANSWERS, *OF_READING))
@@ -53,6 +57,7 @@ def ingest(
     allow_private_urls: Annotated[
         bool, typer.Option("--allow-private-urls", help="Fetch URLs of this machine and of private networks, too.")
     ] = False,
+    metadata: Fields = None,
     as_json: options.Json = False,
 ) -> None:
     """Split, index and precompute documents: text, code, PDF, Office, HTML, EPUB, mails, JSON lines.
@@ -72,7 +77,8 @@ def ingest(
     """
     ray, vllm = settings.make(RayConfig), settings.make(VllmConfig)
     _check_together(sources, store_dir, ray, vllm, watch=watch, prune=prune)
-    stream = DocumentStream(sources, WebFiles(allow_private=allow_private_urls))
+    fields = _read_fields(metadata or (), is_here=not (watch or ray.ray or vllm.vllm))
+    stream = DocumentStream(sources, WebFiles(allow_private=allow_private_urls), fields)
     try:
         with closing(stream), _interrupted_by_sigterm() if watch else nullcontext():
             if vllm.vllm is not None:
@@ -93,6 +99,20 @@ def ingest(
         terminal.note(f"{counted(len(faults), 'file')} could not be used:")
         _print_faults(faults)
         raise typer.Exit(1)
+
+
+def _read_fields(given: Sequence[str], *, is_here: bool) -> dict[str, Any]:
+    """Metadata of options `NAME=VALUE`; a value that is JSON, such as 2024, true or ["de", "fr"], is that, and else text."""
+    if given and not is_here:
+        raise InputError("--metadata cannot be given with --watch, --ray or --vllm; give JSON lines with their own metadata")
+    found = dict[str, Any]()
+    for name, is_pair, value in (one.partition("=") for one in given):
+        if not is_pair:
+            raise InputError(f"--metadata {name!r}: give NAME=VALUE, such as year=2024")
+        found[name] = value
+        with suppress(InputError):
+            found[name] = parse_json(value, name)
+    return read_metadata(found)
 
 
 def _check_together(sources: list[str], store_dir: Path, ray: RayConfig, vllm: VllmConfig, *, watch: bool, prune: bool) -> None:

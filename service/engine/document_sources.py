@@ -12,13 +12,15 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BufferedIOBase
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 from cacheblend.base.errors import CacheBlendError, InputError, needs_extra
 from cacheblend.retriever import Document, PlainTokenizer
+from cacheblend.retriever.metadata import Metadata
 
 from .file_converter import FileConverter
 from .file_readers import KINDS
@@ -118,6 +120,9 @@ class DocumentStream:
     Of several files, those that cannot be used are reported, and the others are read. A single one must be right: it raises
     what `file_documents` does.
 
+    Args:
+        metadata: of all documents, beside those that lines have; a line's own come first.
+
     Attributes:
         characters: of the texts that were given so far.
         report: of what was left out.
@@ -125,8 +130,8 @@ class DocumentStream:
         files: the ids of the files that they are parts of, without those of which a part could not be read.
     """
 
-    def __init__(self, sources: Sequence[str], web: WebFiles | None = None) -> None:
-        self._sources, self._web, self._converter = sources, web or WebFiles(), FileConverter()
+    def __init__(self, sources: Sequence[str], web: WebFiles | None = None, metadata: Metadata = MappingProxyType({})) -> None:
+        self._sources, self._web, self._converter, self._metadata = sources, web or WebFiles(), FileConverter(), metadata
         self.characters, self.ids, self.files = 0, set[str](), set[str]()
         only = sources[0] if len(sources) == 1 else ""
         self.report = SourceReport(strict=only == STANDARD_INPUT or _is_url(only) or Path(only).is_file())
@@ -155,7 +160,7 @@ class DocumentStream:
         for document in self._documents():
             self.characters += len(document.text)
             self.ids.add(document.id)
-            yield document
+            yield replace(document, metadata={**self._metadata, **document.metadata})
 
     def close(self) -> None:
         """End the process that converts files, and remove those that were fetched."""

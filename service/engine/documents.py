@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ class DocumentStatus:
 
     Args:
         title: empty where the index has lost the document, as a deletion that was cut off leaves it.
-        version: hash of title and text.
+        version: hash of title, text and metadata.
         chunks: of its text; equal ones count each.
         pinned: whether the KV of its chunks is spared by evictions.
         stored_chunks: different chunks whose KV is stored now, for every model and codec that ingested the document.
@@ -54,6 +54,7 @@ class DocumentStatus:
         own_bytes: the part of them that goes with the document.
         damaged: whether its id, version or title in the index is not what was written; a new ingest repairs it.
         parts: documents that it consists of. A file's figures are sums over them; chunks that they share count with each.
+        metadata: those of the document, or of a file's first part; empty where they are damaged.
     """
 
     id: str
@@ -67,10 +68,12 @@ class DocumentStatus:
     own_bytes: int
     damaged: bool = False
     parts: int = 1
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return dataclasses.asdict(self)
+        """Plain values, for JSON; metadata where there are some."""
+        plain = dataclasses.asdict(self)
+        return plain if self.metadata else {name: value for name, value in plain.items() if name != "metadata"}
 
 
 class Documents:
@@ -218,6 +221,9 @@ class Documents:
         for part in sorted(self._ids(id_), key=part_order):
             document, stored = self._index.document(part), self._store.documents.get(part)
             if (known := document or stored) is not None:
+                metadata: dict[str, Any] = {}
+                with suppress(DamagedDocumentError):
+                    metadata = self._index.metadata(part)
                 found.append(
                     DocumentStatus(
                         id=part,
@@ -226,6 +232,7 @@ class Documents:
                         chunks=document.chunks if document else 0,
                         pinned=stored is not None and stored.pinned,
                         damaged=document is not None and document.damaged,
+                        metadata=metadata,
                         **{name: getattr(stored, name, 0) for name in _OF_STORE},
                     )
                 )
@@ -321,6 +328,7 @@ def _together(id_: str, parts: Sequence[DocumentStatus]) -> DocumentStatus:
         version=hashlib.sha256("\n".join(part.version for part in parts).encode()).hexdigest(),
         pinned=all(part.pinned for part in parts),
         damaged=any(part.damaged for part in parts),
+        metadata=parts[0].metadata,
         **{name: sum(getattr(part, name) for part in parts) for name in ("chunks", "parts", *_OF_STORE)},
     )
 

@@ -150,7 +150,7 @@ class Engine:
             logger.warning("the KV of %d chunks exceeded nvme_budget_bytes=%d; raise it to keep all", evicted, budget_bytes)
         return replace(total, evicted=evicted, seconds=time.perf_counter() - started)
 
-    def search(self, question: str, num_chunks: int) -> list[ScoredChunk]:
+    def search(self, question: str, num_chunks: int, filter: Mapping[str, Any] | None = None) -> list[ScoredChunk]:
         """The nearest chunks, or as many as there are.
 
         Raises:
@@ -158,7 +158,7 @@ class Engine:
             RetrieverError: the embedder or the directory cannot be used.
         """
         self._check_open()
-        return self.retriever.search(question, num_chunks)
+        return self.retriever.search(question, num_chunks, filter)
 
     def find_passages(self, messages: Iterable[tuple[str, str]]) -> FoundPassages:
         """The passages in a chat's messages, a role and a text each, for `RequestOptions.passages`; none if it is switched off.
@@ -297,11 +297,13 @@ class Engine:
     def _retrieve(self, question: str, asked: RequestOptions, check: Check) -> list[ScoredChunk]:
         if asked.documents is None:
             with checked_between_batches(check):
-                return in_reading_order(self.retriever.search(question, asked.num_chunks))
+                return in_reading_order(self.retriever.search(question, asked.num_chunks, asked.filter))
         if not asked.documents:
             raise InputError("documents is empty; give at least one, or leave it out to search the ingested ones")
         positions, chunks = self.fusor.max_positions, list[ScoredChunk]()
-        brought = [given if isinstance(given, Chunk) else Document.of(given) for given in asked.documents]
+        # Metadata say nothing here, and may be of any form.
+        plain = ({**given, "metadata": None} if isinstance(given, Mapping) else given for given in asked.documents)
+        brought = [given if isinstance(given, Chunk) else Document.of(given) for given in plain]
         check_characters(sum(len(given.text) for given in brought), positions)
         for given in brought:
             check()

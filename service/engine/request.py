@@ -48,6 +48,7 @@ class RequestOptions(Sampling):
     Args:
         num_chunks: chunks to retrieve, or as many as there are; the nearest one's document stands first, its chunks in its own
             order.
+        filter: of the metadata of the documents that are searched, see `MetadataFilter.of`.
         method: one of `METHODS`; all run the very same token ids.
         documents: bring your own retriever: these are split and used in full, and nothing is searched. A `Chunk` of the
             engine's retriever is used as it is.
@@ -66,6 +67,7 @@ class RequestOptions(Sampling):
     """
 
     num_chunks: int = 6
+    filter: Mapping[str, Any] | None = None
     method: str = "blend"
     documents: Sequence[Mapping[str, object] | Chunk] | None = None
     recompute_ratio: float | None = None
@@ -94,6 +96,8 @@ class RequestOptions(Sampling):
             raise ConfigError("method", asked.method, f"one of {', '.join(METHODS)}")
         if asked.max_tokens is not None:
             check_whole("max_tokens", asked.max_tokens)
+        if asked.filter and asked.documents is not None:
+            raise ConfigError("filter", asked.filter, "for a search; leave it out beside documents, which are all used")
         return asked
 
 
@@ -174,6 +178,7 @@ def chunk_origin(scored: ScoredChunk) -> dict[str, Any]:
         "title": scored.chunk.title,
         "position": scored.chunk.position,
         **scored.place.as_dict(),
+        **({"metadata": dict(scored.metadata)} if scored.metadata else {}),
         "distance": None if math.isnan(scored.distance) else scored.distance,
         "score": None if math.isnan(scored.score) else scored.score,
     }

@@ -178,6 +178,7 @@ async def _respond(
                 **layout,
                 method=body.method,
                 documents=body.brought,
+                filter=body.filter,
                 recompute_ratio=body.recompute_ratio,
                 max_loss_nats=body.max_loss_nats,
                 stop=body.stop or [],

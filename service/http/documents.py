@@ -6,8 +6,9 @@ import asyncio
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace as replaced
 from functools import partial
 from itertools import starmap
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -15,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from python_multipart.exceptions import FormParserError
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
@@ -25,7 +26,8 @@ from cacheblend.base.errors import InputError, MissingExtraError, StoreFullError
 from cacheblend.base.threads import Check, Progress
 from cacheblend.retriever import Document
 from cacheblend.retriever.document import NO_ID, file_of, with_one_text
-from cacheblend.service.engine.document_sources import JSONL_SUFFIXES, file_documents
+from cacheblend.retriever.metadata import read_metadata
+from cacheblend.service.engine.document_sources import JSONL_SUFFIXES, file_documents, parse_json
 from cacheblend.service.engine.documents import DocumentStatus, shown_chunk
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.file_converter import MAX_CHARACTERS, FileConverter
@@ -34,13 +36,13 @@ from cacheblend.service.engine.ingest import IngestReport
 
 from .guard import ApiError, JsonRoute, read_json, refused, shortened
 from .ingests import MAX_NAME_CHARACTERS, Ingest, Work
-from .schemas import DocumentBody, StrictModel, Text
+from .schemas import IngestedBody, StrictModel, Text
 from .server import Server, run_document_call, wait_for_call
 
 router = APIRouter(route_class=JsonRoute)
 _Result = TypeVar("_Result")
 LISTED, MAX_LISTED = 100, 1000  # documents of a page
-FORM_FIELDS = ("file", "id")
+FORM_FIELDS = ("file", "id", "metadata")
 MAX_FILES = 100  # of a form
 CHECK_EVERY_S = 0.1  # while a file is read: other uploads have their turns then, and a line is read in less
 _SUFFIX = re.compile(r"(\.jsonl\.gz|\.[a-z0-9]{1,8})$")  # says of which kind a file is; names in a file system hold few bytes
@@ -49,7 +51,7 @@ _SUFFIX = re.compile(r"(\.jsonl\.gz|\.[a-z0-9]{1,8})$")  # says of which kind a 
 class IngestBody(StrictModel):
     """`POST /v1/documents`, as JSON."""
 
-    documents: Annotated[list[DocumentBody], Field(min_length=1, fail_fast=True)]
+    documents: Annotated[list[IngestedBody], Field(min_length=1, fail_fast=True)]
 
 
 _UPLOAD_SCHEMA = {
@@ -61,6 +63,7 @@ _UPLOAD_SCHEMA = {
             "properties": {
                 "file": {"type": "array", "items": {"type": "string", "format": "binary"}},
                 "id": {"type": "string"},
+                "metadata": {"type": "string", "description": "JSON of an object, for all documents of the files."},
             },
         }
     },
@@ -72,6 +75,7 @@ class ReplaceBody(StrictModel):
 
     title: Text | None = None
     text: Text
+    metadata: Annotated[dict[str, Any], AfterValidator(read_metadata)] | None = None
 
 
 class PinBody(StrictModel):
@@ -136,7 +140,7 @@ async def show(id_: str, request: Request) -> dict[str, Any]:
 @router.put("/v1/documents/{id_:path}")
 async def replace(id_: str, body: ReplaceBody, request: Request) -> Response:
     """Put a document, in place of the one with this id where there is one; the answer comes when its KV is durable."""
-    document = DocumentBody(id=id_, title=body.title, text=body.text)
+    document = IngestedBody(id=id_, title=body.title, text=body.text, metadata=body.metadata)
     return await _upload(request, await _of_documents(request, [document]), wait=True, status=200)
 
 
@@ -165,7 +169,7 @@ def _body(status: DocumentStatus) -> dict[str, Any]:
     return {"object": "document", **status.as_dict()}
 
 
-async def _of_documents(request: Request, bodies: Sequence[DocumentBody]) -> Ingest:
+async def _of_documents(request: Request, bodies: Sequence[IngestedBody]) -> Ingest:
     engine: Engine = request.state.engine
     given = (Document.of(body.model_dump()) for body in bodies)
     documents = await run_in_threadpool(lambda: list(with_one_text(given)))  # what cannot be used is a 400, and no job
@@ -198,15 +202,13 @@ async def _upload(request: Request, ingest: Ingest, *, wait: bool, status: int =
     """Ingest when it is the tenant's turn, as a job, or before the answer."""
     server: Server = request.app.state.server
     server.ingests.add(ingest)
-    try:
+    with ExitStack() as ends:
+        ends.callback(server.ingests.forget, ingest)
         if not wait:
             server.uploads.submit(ingest.call)
+            ends.pop_all()
             return JSONResponse(ingest.body(), 202, {"Location": f"/v1/ingests/{ingest.id}"})
         report = await wait_for_call(server.uploads, request, ingest.call)
-    except BaseException:
-        server.ingests.forget(ingest)
-        raise
-    server.ingests.forget(ingest)
     faults = [f"{place}: {why}" for place, why in {**ingest.faults, **ingest.errors}.items()]
     return JSONResponse({"object": "ingest_report", **report.as_dict(), **({"faults": faults} if faults else {})}, status)
 
@@ -216,11 +218,12 @@ class _FormInMemory(MultiPartParser):
 
 
 class FormFile(NamedTuple):
-    """A file of a form: its name without folders, the id that is given or else the name, and its bytes."""
+    """A file of a form: its name without folders, the id that is given or else the name, its bytes, and metadata for all."""
 
     name: str
     id: str
     raw: bytes
+    metadata: Mapping[str, Any]
 
 
 async def _read_form(request: Request) -> list[FormFile]:
@@ -232,6 +235,10 @@ async def _read_form(request: Request) -> list[FormFile]:
             raise refused(shortened(unknown[0]), "is no field of this request; leave it out")
         if "id" in form and len(files) > 1:
             raise refused("id", "is of one file, and these are several; leave it out, or send one")
+        try:
+            metadata = read_metadata(parse_json(str(form.get("metadata") or "{}"), "metadata"))
+        except InputError as error:
+            raise refused("metadata", str(error)) from None
         for file in files:
             name = PurePosixPath(PureWindowsPath(file.filename or "").name).name
             names = {"file": name, "id": str(form.get("id") or name)}
@@ -239,7 +246,7 @@ async def _read_form(request: Request) -> list[FormFile]:
                 if not 0 < len(one) <= MAX_NAME_CHARACTERS or NO_ID.search(one) or file_of(one) != one or one in found:
                     why = f"needs a name of its own of 1 to {MAX_NAME_CHARACTERS} characters, without control characters"
                     raise refused(field, why)
-            found[name] = FormFile(name, names["id"], await file.read())
+            found[name] = FormFile(name, names["id"], await file.read(), metadata)
         if not found:
             raise refused("file", "is missing; send it as a file of multipart/form-data")
         return [*found.values()]
@@ -268,7 +275,7 @@ def _read_file(server: Server, file: FormFile, check: Check, faults: dict[str, s
             for document in file_documents(
                 path, file.id, converter, title=title, where=name, check=check_in_time, max_bytes=MAX_UNPACKED_BYTES, **of_pages
             ):
-                documents.append(document)
+                documents.append(replaced(document, metadata={**file.metadata, **document.metadata}))
                 characters += len(document.text)
                 if len(documents) > max_documents or characters > MAX_CHARACTERS:
                     why = f"more than {max_documents} documents or {MAX_CHARACTERS} characters; split it"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -47,7 +46,6 @@ class Ingest:
     name: str = field(init=False)
     total: int = field(init=False)
     id: str = field(init=False, default_factory=lambda: f"ingest-{uuid.uuid4().hex}")
-    created: int = field(init=False, default_factory=lambda: int(time.time()))
     progress: tuple[str, int, int] = ("waiting", 0, 0)
     parts_done: int = 0
     report: IngestReport = field(default_factory=IngestReport)
@@ -96,7 +94,7 @@ class Ingest:
 
     def body(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        stage, done, total = self.progress
+        progress = dict(zip(("stage", "done", "total"), self.progress, strict=True))
         errors: dict[str, Exception] = {**self.errors}
         if self.status == "failed" and not errors and isinstance(error := self.call.future.exception(), Exception):
             errors = {self.name: error}
@@ -104,11 +102,8 @@ class Ingest:
             "object": "ingest",
             "id": self.id,
             "name": self.name,
-            "created": self.created,
             "status": self.status,
-            "stage": stage,
-            "done": done,
-            "total": total,
+            **progress,
             "files": {"done": self.parts_done, "total": self.total},
             "errors": [{"file": name, **error_body(error)["error"]} for name, error in errors.items()],
             "faults": [f"{place}: {why}" for place, why in self.faults.copy().items()],

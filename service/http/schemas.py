@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from cacheblend.retriever.metadata import MetadataFilter, read_metadata
 from cacheblend.service.engine.grammar import ANY_OBJECT, is_deeper
 from cacheblend.service.engine.prompt import Message
 
@@ -209,6 +210,12 @@ class DocumentBody(BaseModel):
     text: Text
 
 
+class IngestedBody(DocumentBody):
+    """A document of an upload, with metadata by which searches filter."""
+
+    metadata: Annotated[dict[str, Any], AfterValidator(read_metadata)] | None = None
+
+
 class TextPart(StrictModel):
     """A part of a message; only text is accepted, and thoughts of an earlier answer."""
 
@@ -326,6 +333,11 @@ def _bounded(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+def _readable(given: dict[str, Any]) -> dict[str, Any]:
+    MetadataFilter.of(given)
+    return given
+
+
 TemplateKwargs = Annotated[dict[str, Any], Field(max_length=32), AfterValidator(_bounded)]
 
 
@@ -382,6 +394,7 @@ class GenerationBody(StrictModel):
     # RAG
     documents: Annotated[list[DocumentBody], Field(fail_fast=True)] | None = None  # how many: `max_documents`
     num_chunks: Annotated[int, Field(ge=0, le=1000)] | None = None
+    filter: Annotated[dict[str, Any], AfterValidator(_readable)] | None = None  # of documents' metadata
     method: str = "blend"
     recompute_ratio: Share | None = None
     max_loss_nats: Annotated[float, Field(gt=0, le=100)] | None = None

@@ -55,6 +55,25 @@ def test_ingest_ask_and_store(run: CommandLine, passages: Path) -> None:
     assert run("store", "ls", *store, "--json").json == {"entries": []}
 
 
+def test_metadata(run: CommandLine, passages: Path) -> None:
+    """Options give all documents metadata, a question's filter picks by them, and what cannot be used is said first."""
+    fields = ("--metadata", "year=2024", "--metadata", 'lang=["de", "fr"]', "--metadata", "source=the shelf")
+    assert run.on_store("ingest", str(passages), *fields).code == 0
+    ask = ("ask", QUESTION, "--max-tokens", "1", "--json", "--filter")
+    (found, *_) = run.on_store(*ask, '{"year": {"gte": 2024}, "lang": "fr"}').json["chunks"]
+    assert found["metadata"] == {"year": 2024, "lang": ["de", "fr"], "source": "the shelf"}
+    assert run.on_store(*ask, '{"year": 2025}').json["chunks"] == []
+    for command, words in (
+        ((*ask, '{"year": {"is": 1}}'), "'is' is no operator"),
+        ((*ask, "year"), "--filter: not JSON"),
+        (("ingest", str(passages), "--metadata", "year"), "give NAME=VALUE"),
+        (("ingest", str(passages), "--metadata", 'a={"b": 1}'), "no plain value"),
+        (("ingest", str(passages), "--metadata", "a=1", "--vllm", "http://localhost:1"), "--metadata cannot be given with"),
+    ):
+        refused = run.on_store(*command)
+        assert (refused.code, words in refused.err) == (2, True), refused.err
+
+
 def test_explain(run: CommandLine, passages: Path, tmp_path: Path) -> None:
     """A request's passages are shown with their reasons, stored ones with their document; a file that is none is an error."""
     store = ("--store-dir", str(run.store))
