@@ -39,6 +39,7 @@ GONE_OPTIONS: dict[str, str] = {
     "index_schema": "the index lies in store_dir; texts of a database of your own come with a request's documents",
     "limit": "nothing: `cacheblend documents ls` lists all; the HTTP API has pages",
     "after": "nothing: `cacheblend documents ls` lists all; the HTTP API has pages",
+    "repeats": "nothing: a profile is the median of three rounds",
     "profile": "`cacheblend plan FILE`, with the file that `cacheblend profile` wrote",
 }
 
