@@ -25,6 +25,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cacheblend.blend import DEFAULT_SELECTOR, FusionConfig, FusionResult, Fusor, Segment
+from cacheblend.blend.widening import FIRST_RATIO
 from cacheblend.eval.compute import ModelCompute, compute_share
 
 SHAPE: dict[str, Any] = {
@@ -100,9 +101,12 @@ def main() -> None:
         return fusor.prefill([token for segment in prompt for token in segment.token_ids])
 
     calls: dict[str, Callable[[list[Segment]], FusionResult]] = {"full": full}
-    for ratio in options.ratios:
-        config = FusionConfig(recompute_ratio=ratio, selector=options.selector)
-        calls[f"blend {ratio}"] = lambda prompt, config=config: fusor.fuse(prompt, config)
+    configs = {str(ratio): FusionConfig(recompute_ratio=ratio, selector=options.selector) for ratio in options.ratios}
+    if options.selector == DEFAULT_SELECTOR:  # a blend that may be widened and is not, and one that is
+        for name, nats in (("settled", 1e9), ("widened", 1e-9)):
+            configs[name] = FusionConfig(recompute_ratio=FIRST_RATIO, max_loss_nats=nats)
+    for name, config in configs.items():
+        calls[f"blend {name}"] = lambda prompt, config=config: fusor.fuse(prompt, config)
     compute = ModelCompute.of(fusor.decoder)
     ideal = {name: 1 / compute_share(call(counted), compute) for name, call in calls.items()}
     seconds = measure(calls, prompts)
@@ -116,14 +120,14 @@ def main() -> None:
         "dtype": str(fusor.decoder.dtype),
         "blend": {},
     }
-    for ratio in options.ratios:
-        runs = seconds[f"blend {ratio}"]
+    for name in configs:
+        runs = seconds[f"blend {name}"]
         blend_s = statistics.median(runs)
         print(
-            f"blend at {ratio:<5} {blend_s:.3f} s (min {min(runs):.3f}, max {max(runs):.3f})  "
-            f"{full_s / blend_s:.2f} x, ideal {ideal[f'blend {ratio}']:.2f} x"
+            f"blend at {name:<7} {blend_s:.3f} s (min {min(runs):.3f}, max {max(runs):.3f})  "
+            f"{full_s / blend_s:.2f} x, ideal {ideal[f'blend {name}']:.2f} x"
         )
-        summary["blend"][str(ratio)] = {"blend_s": blend_s, "speedup": full_s / blend_s, "ideal": ideal[f"blend {ratio}"]}
+        summary["blend"][name] = {"blend_s": blend_s, "speedup": full_s / blend_s, "ideal": ideal[f"blend {name}"]}
     print(json.dumps(summary))
 
 
