@@ -28,7 +28,7 @@ from .selectors import DEFAULT_SELECTOR, SELECTORS, Schedule, SelectionStep, Sel
 if TYPE_CHECKING:
     from .attention import Turn
 
-MAX_LINKING_ROWS = 1024  # of a round that notes links: these rows run in one piece
+MAX_LINKING_ROWS = 1024  # whose queries are kept: these rows run in one piece
 # Rows of a check that are projected together: what they need stays near the caches.
 PROJECTED_AT_ONCE = 512
 # Positions at which the compiled rotation is compared with the model's.
@@ -118,7 +118,6 @@ class Fusion:
         layers: the finished ones, where they go to the cache of the result.
         scores: attention (L, N) of the question, summed over a layer and those after it; the mask `Prompt.bridges_N`.
         reuse_logits: float32 (V,), of full reuse; None where they are not kept or nothing is asked.
-        links_LN: beside `reuse_logits`, what the chosen tokens attend to in other chunks, summed like the scores.
     """
 
     def __init__(
@@ -139,6 +138,7 @@ class Fusion:
         # What the question attends to from each layer on, and tokens that link chunks; 0: not asked.
         self.scores = scores or (torch.zeros(1, len(prompt)), torch.zeros(len(prompt), dtype=torch.bool))
         self._has_scores = scores is not None
+        self._linking: dict[int, LinkPass] = {}  # by layer, beside `reuse_logits`
         self._turns: dict[Hashable, Turn] = {}  # by the kind of rotary embedding
         self._read: dict[int, LayerKV] = {}  # layers that the question pass has read, keys rotated, until they are run
 
@@ -204,20 +204,24 @@ class Fusion:
         )
 
     def _run(self, layer: int, layer_kv: LayerKV, cos_sin_N: CosSin, rows: Rows, *, scatter: bool) -> Tensor:
-        """Run rows through a layer, and note the chosen ones' links where another round may follow; returns (1, S, M)."""
-        runner, prompt = self._runner, self._prompt
+        """Run rows through a layer, and keep their queries where another round may follow; returns (1, S, M)."""
+        runner = self._runner
         if self.reuse_logits is None or layer == runner.geometry.layers - 1 or len(rows) > MAX_LINKING_ROWS:
             return runner.run_rows(layer, self._hidden_1SM, rows, cos_sin_N, layer_kv, scatter=scatter)
-        attention_LN, _ = self.scores
-        weight_S = attention_LN[layer, rows.positions_S] * prompt.reusable_N[rows.positions_S]
-        chunk_N = torch.where(prompt.reusable_N, (prompt.offset_N == 0).cumsum(0), -1)
-        device, window = runner.geometry.device, runner.windows[layer]
-        linking = LinkPass(layer_kv, rows, window, upload(weight_S, device), upload(chunk_N, device), scatter=scatter)
-        hidden_1SM = runner.run_question(layer, self._hidden_1SM, rows, cos_sin_N, linking)
-        links_N = runner.reduce(linking.links_N).cpu()
-        # Links of a layer count as much as the question's attention, for it and the layers before it.
-        self.links_LN[: layer + 1] += links_N / links_N.sum().clamp_min(torch.finfo(torch.float32).tiny)
-        return hidden_1SM
+        self._linking[layer] = LinkPass(layer_kv, rows, runner.windows[layer], scatter=scatter)
+        return runner.run_question(layer, self._hidden_1SM, rows, cos_sin_N, self._linking[layer])
+
+    def linked_scores(self) -> tuple[Tensor, Tensor]:
+        """`scores` with what the chosen tokens attend to in other chunks, which counts as much as the question's attention."""
+        runner, prompt, (attention_LN, bridge_N) = self._runner, self._prompt, self.scores
+        linked_LN, device = attention_LN.clone(), runner.geometry.device
+        chunk_N = upload(torch.where(prompt.reusable_N, (prompt.offset_N == 0).cumsum(0), -1), device)
+        for layer, linking in self._linking.items():
+            positions_S = linking.rows.positions_S
+            weight_S = attention_LN[layer, positions_S] * prompt.reusable_N[positions_S]
+            links_N = runner.reduce(linking.links_N(upload(weight_S, device), chunk_N)).cpu()
+            linked_LN[: layer + 1] += links_N / links_N.sum().clamp_min(torch.finfo(torch.float32).tiny)
+        return linked_LN, bridge_N
 
     def _keep_last(self, layer: int, layer_kv: LayerKV, cos_sin_N: CosSin, *, is_projected: bool) -> Rows:
         """Go on with the prompt's last position alone, once all rows' K and V are in the layer; returns its row."""
@@ -275,7 +279,6 @@ class Fusion:
             yield reports[-1]
         summed_LN = attention_LN.flip(0).cumsum(0).flip(0).cpu()
         self.scores = torch.cat([summed_LN, summed_LN[-1:]]), prompt.bridges_N()
-        self.links_LN = torch.zeros_like(self.scores[0])
         if self._keeps_reuse:
             self.reuse_logits = self._logits(hidden_1SM, rotary, list(self._read.values()))
 

@@ -117,36 +117,47 @@ class RowsPass(CachePass):
 
 
 class LinkPass(RowsPass):
-    """Rows of a prompt that also say what they attend to in other chunks than their own.
+    """Rows of a prompt whose queries stay, to ask later what they attend to in other chunks than their own.
 
-    Args:
-        layer_kv, rows, window, scatter: see `RowsPass`.
-        weight_S: float32, of each row among the others; 0 to leave it out.
-        chunk_N: LongTensor, the number of each position's chunk; below 0 for no chunk.
+    A layer that expands its KV after the cache (MLA) is not asked.
 
     Attributes:
-        links_N: float32 (N,), weighted attention in the mean over heads.
         form: how the layer's KV is stored; the runner sets it.
     """
 
-    def __init__(
-        self, layer_kv: LayerKV, rows: Rows, window: int | None, weight_S: Tensor, chunk_N: Tensor, *, scatter: bool
-    ) -> None:
-        super().__init__(layer_kv, rows, window, scatter=scatter)
-        self.positions_S, self._weight_S, self._chunk_N = rows.positions_S, weight_S, chunk_N
-        self.links_N = torch.zeros(len(chunk_N), device=chunk_N.device)
+    _q_1QSD: Tensor | None = None
+
+    @property
+    def rows(self) -> Rows:
+        """The rows."""
+        return self._rows
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Tensor:
-        window = self._window if self._window is not None and int(self.positions_S[-1]) >= self._window else None
-        q_HSGD = q[0].unflatten(0, (k.shape[1], -1)).transpose(1, 2)
-        for block in self._rows.masked_blocks(None, window, q.dtype):
-            seen = slice(block.start, block.stop)
-            weights_HXK = attention_weights(q_HSGD[:, block.rows].flatten(1, 2), k[0, :, seen], block, **scores_of(q, kw))
-            weights_BK = weights_HXK.unflatten(1, (-1, q_HSGD.shape[2])).float().mean((0, 2))
-            own_B, chunk_K = self._chunk_N[self._rows.on_device_S[block.rows]], self._chunk_N[seen]
-            is_other_BK = (chunk_K != own_B[:, None]) & (chunk_K >= 0)
-            self.links_N[seen] += self._weight_S[block.rows] @ (weights_BK * is_other_BK)
+        if k.data_ptr() == self._layer_kv.k_1HND.data_ptr():
+            self._q_1QSD, self._scores = q, scores_of(q, kw)
         return super().attend(module, q, k, v, mask, **kw)
+
+    def links_N(self, weight_S: Tensor, chunk_N: Tensor) -> Tensor:
+        """Attention (N,) to other chunks, in the mean over heads and the sum over rows, float32.
+
+        Args:
+            weight_S: float32, of each row among the others; 0 to leave it out.
+            chunk_N: LongTensor, the number of each position's chunk; below 0 for no chunk.
+        """
+        links_N = torch.zeros(len(chunk_N), device=chunk_N.device)
+        if self._q_1QSD is None:
+            return links_N
+        k_1HND, last = self._layer_kv.k_1HND, int(self._rows.positions_S[-1])
+        window = self._window if self._window is not None and last >= self._window else None
+        q_HSGD = self._q_1QSD[0].unflatten(0, (k_1HND.shape[1], -1)).transpose(1, 2)
+        for block in self._rows.masked_blocks(None, window, q_HSGD.dtype):
+            seen = slice(block.start, block.stop)
+            weights_HXK = attention_weights(q_HSGD[:, block.rows].flatten(1, 2), k_1HND[0, :, seen], block, **self._scores)
+            weights_BK = weights_HXK.unflatten(1, (-1, q_HSGD.shape[2])).float().mean((0, 2))
+            own_B, chunk_K = chunk_N[self._rows.on_device_S[block.rows]], chunk_N[seen]
+            is_other_BK = (chunk_K != own_B[:, None]) & (chunk_K >= 0)
+            links_N[seen] += weight_S[block.rows] @ (weights_BK * is_other_BK)
+        return links_N
 
 
 @dataclass(frozen=True, slots=True)

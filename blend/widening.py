@@ -67,8 +67,7 @@ def widening_steps(
         moved_nats = first_token_kl_nats(result.logits, fusion.reuse_logits)
         if moved_nats > max_loss_nats:
             first, finished = result, FinishedLayers(fusion.layers)
-            attention_LN, bridge_N = fusion.scores
-            attention_LN += fusion.links_LN
+            attention_LN, bridge_N = fusion.linked_scores()
             for attention_N, ran_S in zip(attention_LN, first.recomputed, strict=True):
                 attention_N[ran_S] = torch.inf  # so that no row stays
             laid_out = replace(prompt, segments=())  # no segment's keys are left to rotate

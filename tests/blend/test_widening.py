@@ -60,14 +60,15 @@ def test_links_are_attention_to_other_chunks() -> None:
     kv_21HND = torch.stack([k_1HND, v_1HND])
     for window in (None, 8):
         rows, layer_kv = Rows.of(positions_S, CPU), LayerKV(kv_21HND, kv_21HND)
-        linking = LinkPass(layer_kv, rows, window, weight_S, chunk_N, scatter=False)
-        linking.attend(torch.nn.Identity(), q_1QSD, k_1HND, v_1HND, None)
+        linking = LinkPass(layer_kv, rows, window, scatter=False)
+        linking.attend(torch.nn.Identity(), q_1QSD, layer_kv.k_1HND, layer_kv.v_1HND, None)
         visible_SN = torch.arange(tokens) <= positions_S[:, None]
         visible_SN &= torch.arange(tokens) > positions_S[:, None] - (window or tokens)
         scores_QSN = q_1QSD[0] @ k_1HND[0].repeat_interleave(groups, 0).transpose(1, 2) * size**-0.5
         weights_SN = torch.softmax(scores_QSN.masked_fill(~visible_SN, -torch.inf), -1).mean(0)
         others_SN = (chunk_N >= 0) & (chunk_N != chunk_N[positions_S][:, None])
-        torch.testing.assert_close(linking.links_N, weight_S @ (weights_SN * others_SN), atol=1e-5, rtol=1e-4)
+        expected_N = weight_S @ (weights_SN * others_SN)
+        torch.testing.assert_close(linking.links_N(weight_S, chunk_N), expected_N, atol=1e-5, rtol=1e-4)
 
 
 def test_a_first_token_that_has_settled_ends_a_blend() -> None:
