@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,11 +13,11 @@ from typing import Annotated
 import typer
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.base.files import replacing, user_data_folder
+from cacheblend.base.files import user_data_folder
 from cacheblend.base.threads import Progress
 from cacheblend.cli import options, terminal
 from cacheblend.cli.model import choose_model
-from cacheblend.service.engine.config import EXAMPLES_FILE, MAX_EXAMPLES, EngineConfig
+from cacheblend.service.engine.config import EngineConfig
 
 CHUNK_TOKENS = 256
 DEMO_MODEL = "qwen2.5-coder-0.5b"  # the smallest known one whose answers are mostly right
@@ -116,11 +115,6 @@ def _handbook_demo(
                 asked.append(next(answered))
             if screen is not None:
                 screen.asked(asked[-1], number + 1)
-        if store_dir is not None:
-            right = [each.question.question for each in asked if each.replies["blend"].has_answer]
-            examples = right or [each.question.question for each in asked]
-            with replacing(store_dir / EXAMPLES_FILE) as file:
-                file.write(json.dumps(examples[:MAX_EXAMPLES], ensure_ascii=False, indent=1).encode())
         methods = summarize(asked)
         note = closing_note(engine, asked, methods)
     total_s = time.perf_counter() - started

@@ -158,11 +158,8 @@ class Writer:
             self._known.no_room += 1
 
     def _change(self, client: httpx.Client, id_: str, text: str | None) -> httpx.Response:
-        path = f"/v1/documents/{id_}"
         if text is None:
-            return client.delete(path)
-        if self._known.texts.get(id_):
-            return client.put(path, json={"text": text})
+            return client.delete(f"/v1/documents/{id_}")
         return client.post("/v1/documents?wait=true", json={"documents": [{"id": id_, "text": text}]})
 
     def _text(self, id_: str) -> str:

@@ -114,7 +114,7 @@ class DamagedStores:
         closed, in_use = self._templates
         with self._open(closed) as engine:
             engine.ingest(DOCUMENTS)
-            engine.documents.pin(str(DOCUMENTS[0]["id"]))
+            engine.store.documents.pin(str(DOCUMENTS[0]["id"]))
             engine.answer(QUESTION, documents=BROUGHT)
             engine.drain()
             write_profile(engine.config.profile_dir, self._profile())
@@ -160,7 +160,7 @@ class DamagedStores:
     def _look(self, store: Path, count: Counter[str], what: str) -> None:
         with self._open(store) as engine:
             self._read(engine, count, what)
-            self._allowed(lambda: engine.documents.pin("while"), count)
+            self._allowed(lambda: engine.store.documents.pin("while"), count)
             self._allowed(lambda: engine.documents.delete("class"), count)
             if self._allowed(lambda: engine.ingest([NEW]), count) is not None:
                 self._show(engine, NEW["id"], count, what)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cacheblend.base.errors import InputError, RetrieverError
+from cacheblend.base.errors import InputError
 from cacheblend.retriever.metadata import MetadataFilter
 from cacheblend.service.engine.config import EngineConfig
 from cacheblend.service.engine.document_sources import parse_json
@@ -34,8 +34,6 @@ def ask(
     filter: Annotated[
         str, typer.Option(help='Of documents\' metadata, such as {"year": {"gte": 2020}, "lang": ["de", "fr"]}.')
     ] = "{}",
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens of this total probability.")] = 1.0,
     yes: options.Fetch = False,
     *,
     settings: options.Settings,
@@ -54,24 +52,16 @@ def ask(
         raise InputError(f"there is no store at {store_dir}; `cacheblend ingest` makes one, or name another with --store-dir")
     MetadataFilter.of(wanted := parse_json(filter, "--filter"))
     chosen = choose_model(model, yes=yes)
-    try:
-        with terminal.shown_stages():
-            from cacheblend.service.engine.engine import Engine
-            from cacheblend.service.engine.request import Done
+    with terminal.shown_stages():
+        from cacheblend.service.engine.engine import Engine
+        from cacheblend.service.engine.request import Done
 
-            config = settings.make(EngineConfig, model=chosen, store_dir=store_dir)
-            opened = Engine(config)
-    except RetrieverError as error:
-        if model is not None:
-            raise
-        hint = f"No --model was given, so this is {chosen}; give the model that {store_dir} was made with"
-        raise InputError(f"{error}. {hint}") from error
+        config = settings.make(EngineConfig, model=chosen, store_dir=store_dir)
+        opened = Engine(config)
     with opened as engine:
         if not as_json:
             terminal.note(f"answering from {terminal.counted(engine.retriever.count(), 'document')} in {store_dir}")
-        request = engine.prepare(
-            question, num_chunks=num_chunks, filter=wanted, method=method, temperature=temperature, top_p=top_p
-        )
+        request = engine.prepare(question, num_chunks=num_chunks, filter=wanted, method=method)
         request.max_tokens = min(request.max_tokens, config.max_tokens or MAX_TOKENS)
         for event in engine.stream(request):
             if not as_json:

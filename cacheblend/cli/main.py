@@ -68,8 +68,8 @@ COMMANDS = (
     LazyCommand("calibrate", f"{_EVAL}.cli_calibrate:calibrate", "Measure what blending loses on your documents."),
     LazyCommand("eval", f"{_EVAL}.cli_eval:app", "Measure quality and TTFT of the methods side by side on a data set."),
     LazyCommand("model", f"{_HERE}.model:app", "Fetch small pretrained models, and list them."),
-    LazyCommand("documents", f"{_HERE}.store:documents", "List, show, pin and delete ingested documents."),
-    LazyCommand("store", f"{_HERE}.store:app", "List, measure, check and empty stores of chunk KV."),
+    LazyCommand("documents", f"{_HERE}.store:documents", "List, show and delete ingested documents."),
+    LazyCommand("store", f"{_HERE}.store:app", "Check stores of chunk KV and their index."),
 )
 
 

@@ -164,11 +164,6 @@ def profile(
     if as_json:
         terminal.print_json({**measured.as_dict(), "file": str(path)})
         return
-    rows = [(f"full prefill of {sample.tokens:,} tokens", f"{sample.seconds:.4f}") for sample in measured.prefill]
-    for layer in measured.blend:
-        ratio = f"{layer.rows:,} of {layer.tokens:,} rows" + (f", {layer.projected:,} checked" if layer.projected else "")
-        rows.append((f"layer {layer.layer} of a blend, {ratio}", f"{layer.seconds:.5f}"))
-    terminal.print_table(("measured", "seconds"), rows)
     for tier, speed in measured.tiers.items():
         terminal.print_line(f"{tier}: {speed.bytes_per_s / 1e9:.2f} GB/s and {speed.read_s * 1e6:.0f} us a read")
     terminal.print_line(f"{measured.device}; written to {path}, from which `cacheblend plan {path}` compares storage devices")

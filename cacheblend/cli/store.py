@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +14,7 @@ import typer
 from cacheblend.base.errors import InputError
 from cacheblend.retriever.index import INDEX_FILE, IndexedDocuments
 from cacheblend.service.engine.config import INDEX_FOLDER, KV_FOLDER
-from cacheblend.service.engine.documents import Documents, DocumentStatus, shown_chunk
+from cacheblend.service.engine.documents import Documents, shown_chunk
 from cacheblend.store import KVStore, StoreConfig
 
 from . import options, terminal
@@ -26,8 +24,8 @@ if TYPE_CHECKING:
     from cacheblend.retriever.catalog import IndexReport
     from cacheblend.store import VerifyReport
 
-app = typer.Typer(help="List, measure, check and empty stores of chunk KV.", no_args_is_help=True)
-documents = typer.Typer(help="List, show, pin and delete ingested documents.", no_args_is_help=True)
+app = typer.Typer(help="Check stores of chunk KV and their index.", no_args_is_help=True)
+documents = typer.Typer(help="List, show and delete ingested documents.", no_args_is_help=True)
 UNBOUNDED = 2**62  # bytes: looking at a store must not evict from it
 Id = Annotated[str, typer.Argument(metavar="ID", help="The document's id, as `documents ls` prints it.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
@@ -40,55 +38,6 @@ def open_store(store_dir: Path, config: StoreConfig | None = None) -> KVStore:
         raise InputError(f"{store_dir} holds no store; give the --store-dir that documents were ingested into")
     config = config or StoreConfig()
     return KVStore(dataclasses.replace(config, directory=directory, ram_budget_bytes=1, nvme_budget_bytes=UNBOUNDED))
-
-
-@app.command("ls")
-def ls(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
-    """List the stored chunks, the least recently used first.
-
-    Examples:
-
-        cacheblend store ls --store-dir ./store --json
-    """
-    with open_store(store_dir) as store:
-        entries = store.ls()
-    rows = [
-        {"key": str(entry.key), "tokens": entry.tokens, "layers": entry.layers, "bytes": entry.bytes}
-        | {"model": entry.key.model, "codec": entry.key.codec, "namespace": entry.key.namespace}
-        | {"created": _time(entry.created_ns), "last_used": _time(entry.used_ns)}
-        for entry in entries
-    ]
-    if as_json:
-        terminal.print_json({"entries": rows})
-        return
-    shown = ("key", "tokens", "layers", "bytes", "codec", "last_used")
-    terminal.print_table(shown, ([str(row["key"])[:16], *(row[name] for name in shown[1:])] for row in rows))
-    terminal.print_line(counted(len(rows), "entry"))
-
-
-def _time(nanoseconds: int) -> str:
-    return datetime.fromtimestamp(nanoseconds / 1e9, tz=UTC).isoformat(timespec="seconds")
-
-
-@app.command("stat")
-def stat(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
-    """Entries, tokens and bytes, by model.
-
-    Examples:
-
-        cacheblend store stat --store-dir ./store
-    """
-    by_model = defaultdict[str, Counter[str]](Counter)
-    with open_store(store_dir) as store:
-        for entry in store.ls():
-            by_model[entry.key.model].update(entries=1, tokens=entry.tokens, bytes=entry.bytes)
-    total = sum(by_model.values(), Counter(entries=0, tokens=0, bytes=0))
-    if as_json:
-        terminal.print_json({name: total[name] for name in ("entries", "tokens", "bytes")} | {"models": by_model})
-        return
-    for name, own in {"all models": total, **by_model}.items():
-        sizes = (counted(own["entries"], "entry"), counted(own["tokens"], "token"), counted(own["bytes"], "byte"))
-        terminal.print_line(f"{name[:16]}: {', '.join(sizes)}")
 
 
 @app.command("verify")
@@ -143,22 +92,6 @@ def _print_found(report: VerifyReport, index: IndexReport | None) -> None:
         terminal.print_line(f"  {id_}: {'removed from' if index.repaired else 'damaged in'} the index; ingest it again")
 
 
-@app.command("clear")
-def clear(store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, yes: Yes = False, as_json: options.Json = False) -> None:
-    """Remove every stored chunk KV; documents stay in the index, and their KV is computed anew when it is needed.
-
-    Examples:
-
-        cacheblend store clear --store-dir ./store --yes
-    """
-    with open_store(store_dir) as store:
-        entries = len(store.ls())
-        if not yes:
-            terminal.confirm(f"Remove {counted(entries, 'entry')} from {store_dir}?")
-        store.clear()
-    terminal.print_result({"removed": entries}, f"{counted(entries, 'entry')} removed", as_json)
-
-
 @documents.command("ls")
 def list_documents(
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
@@ -176,7 +109,7 @@ def list_documents(
     if as_json:
         terminal.print_json({"documents": [status.as_dict() for status in found]})
         return
-    columns = ("id", "title", "parts", "chunks", "stored_chunks", "shared_chunks", "stored_bytes", "pinned")
+    columns = ("id", "title", "parts", "chunks", "stored_chunks", "shared_chunks", "stored_bytes")
     terminal.print_table(columns, ([getattr(each, name) for name in columns] for each in found))
     terminal.print_line(counted(len(found), "document"))
 
@@ -224,39 +157,12 @@ def delete(
             parts = f"{counted(status.parts, 'part')}, " if status.id != id_ or status.parts > 1 else ""
             chunks = counted(status.chunks, "chunk")
             terminal.confirm(f"Delete {id_!r}, {parts}{chunks}, {counted(status.own_bytes, 'byte')} of KV?")
-        _print_status(opened.delete(id_), "deleted", as_json)
-
-
-@documents.command("pin")
-def pin(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
-    """Keep the KV of the chunks of a document, or a file, from being evicted.
-
-    Examples:
-
-        cacheblend documents pin handbook/travel.md --store-dir ./store
-    """
-    with _open_documents(store_dir) as opened:
-        _print_status(opened.pin(id_), "pinned", as_json)
-
-
-@documents.command("unpin")
-def unpin(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_json: options.Json = False) -> None:
-    """Let the KV of the chunks of a document, or a file, be evicted again.
-
-    Examples:
-
-        cacheblend documents unpin handbook/travel.md --store-dir ./store
-    """
-    with _open_documents(store_dir) as opened:
-        _print_status(opened.pin(id_, pinned=False), "unpinned", as_json)
+        deleted = opened.delete(id_)
+    kv = f"KV of {counted(deleted.stored_chunks, 'chunk')}, {counted(deleted.stored_bytes, 'byte')}"
+    terminal.print_result(deleted.as_dict(), f"deleted {deleted.id}: {kv}", as_json)
 
 
 @contextmanager
 def _open_documents(store_dir: Path, config: StoreConfig | None = None) -> Iterator[Documents]:
     with open_store(store_dir, config) as store, IndexedDocuments.open(store_dir / INDEX_FOLDER) as index:
         yield Documents(index, store)
-
-
-def _print_status(status: DocumentStatus, done: str, as_json: bool) -> None:
-    kv = f"KV of {counted(status.stored_chunks, 'chunk')}, {counted(status.stored_bytes, 'byte')}"
-    terminal.print_result(status.as_dict(), f"{done} {status.id}: {kv}", as_json)

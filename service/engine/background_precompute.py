@@ -37,12 +37,6 @@ class Foreground:
         self._changed = threading.Condition()
         self._running = 0
 
-    @property
-    def running(self) -> int:
-        """Requests that run now."""
-        with self._changed:
-            return self._running
-
     def __enter__(self) -> None:
         with self._changed:
             self._running += 1

@@ -34,8 +34,6 @@ PRESETS: dict[str, tuple[float | None, float | None]] = {
     "fast": (0.05, None),
 }
 SETTINGS_FILE = "settings.json"  # of a store folder: what the KV in it was computed with
-EXAMPLES_FILE = "examples.json"  # of a store folder: questions that its documents answer well
-MAX_EXAMPLES = 12
 SETTINGS = ("model", "chunk_tokens", "embedder", "kv_cache_dtype", "context_filler", "context_document_tokens")
 INSTRUCTION = "Answer the question from the passages below.\n\n"
 
@@ -160,15 +158,6 @@ def remembered_settings(store_dir: Path) -> dict[str, Any]:
         if isinstance(found, dict):
             return {name: found[name] for name in SETTINGS if isinstance(found.get(name), str | int)}
     return {}
-
-
-def read_examples(store_dir: Path) -> list[str]:
-    """Questions that the demo noted, or somebody by hand; empty where there is nothing that can be read."""
-    with suppress(OSError, ValueError):
-        found = json.loads((store_dir / EXAMPLES_FILE).read_bytes())
-        if isinstance(found, list):
-            return [question for question in found if isinstance(question, str) and question.strip()][:MAX_EXAMPLES]
-    return []
 
 
 def load_fusor(config: EngineConfig) -> Fusor:

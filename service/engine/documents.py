@@ -47,7 +47,6 @@ class DocumentStatus:
         title: empty where the index has lost the document, as a deletion that was cut off leaves it.
         version: hash of title, text and metadata.
         chunks: of its text; equal ones count each.
-        pinned: whether the KV of its chunks is spared by evictions.
         stored_chunks: different chunks whose KV is stored now, for every model and codec that ingested the document.
         shared_chunks: different chunks that other documents have as well; each is stored once.
         stored_bytes: bytes of the files of its chunks' KV.
@@ -61,7 +60,6 @@ class DocumentStatus:
     title: str
     version: str
     chunks: int
-    pinned: bool
     stored_chunks: int
     shared_chunks: int
     stored_bytes: int
@@ -77,7 +75,7 @@ class DocumentStatus:
 
 
 class Documents:
-    """Documents in index and store together: added, listed, shown, pinned and deleted.
+    """Documents in index and store together: added, listed, shown and deleted.
 
     Every change holds the store's lock, so that a deletion, by this process or another, does not come between an ingest's two
     halves. Without a model the index is `IndexedDocuments`, and there is no encoder.
@@ -113,7 +111,7 @@ class Documents:
                 if must_stay and (lost := len(gone.intersection(batch.computed))):
                     raise BudgetTooSmallError(
                         f"the KV of {lost} of {len(needed)} chunks does not fit the store's byte budget beside the others'; "
-                        "raise nvme_budget_bytes, unpin or delete documents, or ingest fewer at once"
+                        "raise nvme_budget_bytes, delete documents, or ingest fewer at once"
                     )
                 encoder.compute(batch, gone, progress)
                 if not must_stay:
@@ -230,7 +228,6 @@ class Documents:
                         title=document.title if document else "",
                         version=known.version,
                         chunks=document.chunks if document else 0,
-                        pinned=stored is not None and stored.pinned,
                         damaged=document is not None and document.damaged,
                         metadata=metadata,
                         **{name: getattr(stored, name, 0) for name in _OF_STORE},
@@ -250,7 +247,7 @@ class Documents:
         return [part for part in ids if file_of(part) == id_]
 
     def delete(self, id_: str) -> DocumentStatus:
-        """Remove a document, or a file's, pinned or not, and the KV of the chunks that no other document has; the last status.
+        """Remove a document, or a file's, and the KV of the chunks that no other document has; the last status.
 
         After it no file of index and store has the texts, whose other copies docs/store.md lists.
 
@@ -291,15 +288,6 @@ class Documents:
             self._index.erase()
         return gone
 
-    def pin(self, id_: str, *, pinned: bool = True) -> DocumentStatus:
-        """Spare the KV of a document's chunks, or a file's, from evictions, also what is computed later; or no longer.
-
-        Raises InputError if there is no such document, or its KV was never ingested.
-        """
-        for part in self._statuses(id_):
-            self._store.documents.pin(part.id, pinned=pinned)
-        return self.status(id_)
-
 
 def shown_chunk(chunk: Chunk, place: ChunkPlace) -> dict[str, Any]:
     """A chunk of a document that is shown, plain values for JSON."""
@@ -326,7 +314,6 @@ def _together(id_: str, parts: Sequence[DocumentStatus]) -> DocumentStatus:
         id=id_,
         title=PurePosixPath(id_).name,
         version=hashlib.sha256("\n".join(part.version for part in parts).encode()).hexdigest(),
-        pinned=all(part.pinned for part in parts),
         damaged=any(part.damaged for part in parts),
         metadata=parts[0].metadata,
         **{name: sum(getattr(part, name) for part in parts) for name in ("chunks", "parts", *_OF_STORE)},

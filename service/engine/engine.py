@@ -89,7 +89,7 @@ class Engine:
 
     @property
     def documents(self) -> Documents:
-        """The ingested documents: list, show, pin, unpin and delete."""
+        """The ingested documents: list, show and delete."""
         self._check_open()
         return self._documents
 

@@ -47,20 +47,16 @@ class Prefill:
         segments: what they were made from, in the prompt's order.
         ratio: the ratio that was asked of the fusor; None where it had no say.
         loading: what the loading controller expected; None where it was not asked.
-        lookup_s, load_s, loaded_bytes: see `Timings` and `AnswerPlan`.
+        loaded_bytes: see `AnswerPlan`.
         prefix: holds the prompt's blocks for later prompts; None where nothing does.
-        ended: `time.perf_counter` at its end.
     """
 
     fused: FusionResult
     segments: tuple[PlannedSegment, ...]
     ratio: float | None = None
     loading: LoadingPlan | None = None
-    lookup_s: float = 0.0
-    load_s: float = 0.0
     loaded_bytes: Mapping[str, int] = field(default_factory=dict)
     prefix: CachedPrefix | None = None
-    ended: float = field(default_factory=time.perf_counter)
 
 
 class Prefiller:
@@ -119,11 +115,9 @@ class Prefiller:
 
     def _prefix_cache(self, request: Request) -> PrefillSteps:
         """Reuse what the prompt begins with as an earlier one did, exactly, in full blocks; compute the others."""
-        started = time.perf_counter()
         token_ids = request.prompt.token_ids
         finding = self._prefixes.find(token_ids, len(token_ids) - 1, request.namespace)
         with finding as prefix, LayerLoader(self._config.loader) as loader:
-            lookup_s = time.perf_counter() - started
             found = [] if prefix.run is None else [BlendSegment(prefix.run.token_ids, prefix.run, exact=True)]
             segments = [*_segments(found), Segment(token_ids[prefix.tokens :])]
             fused = yield from self._fusor.fuse_steps(segments, source=prefix.record(loader))
@@ -131,20 +125,17 @@ class Prefiller:
             request.prefill = Prefill(
                 fused=fused,
                 segments=(replace(first, key=prefix.key), *others),
-                lookup_s=lookup_s,
-                load_s=loader.load_s,
                 loaded_bytes=loader.bytes_by_tier,
                 prefix=prefix,
             )
 
     def _exact(self, request: Request) -> PrefillSteps:
         """Run a hybrid's prompt, a piece a step, after the longest prefix whose states are held; with any method, exactly."""
-        started, decoder, token_ids = time.perf_counter(), self._fusor.decoder, request.prompt.token_ids
+        decoder, token_ids = self._fusor.decoder, request.prompt.token_ids
         assert isinstance(decoder, HybridDecoder)
         reuses = decoder.carries and request.method != "full_recompute"
         with self._prefixes.find(token_ids, reuses * (len(token_ids) - 1), request.namespace) as found:
             prefix, sequence = CachedStates(found.blocks, found.chain, found.run), decoder.resume(found.run)
-            lookup_s = time.perf_counter() - started
             for end, is_held in decoder.pieces(prefix.tokens, len(request.prompt.prefix), len(token_ids)):
                 began, rows = time.perf_counter(), token_ids[sequence.tokens : end]
                 logits_V = decoder.extend(sequence, rows)
@@ -157,7 +148,7 @@ class Prefiller:
             exact = [] if prefix.run is None else [BlendSegment(prefix.run.token_ids, prefix.run, exact=True).record]
             first, *others = *exact, *fresh_records(request.prompt, prefix.tokens)
             records = (replace(first, key=prefix.key), *others)
-            request.prefill = Prefill(fused=fused, segments=records, lookup_s=lookup_s, prefix=prefix)
+            request.prefill = Prefill(fused=fused, segments=records, prefix=prefix)
 
     def _blend(self, request: Request, ratio: float | None) -> PrefillSteps:
         """Reuse every chunk that is stored, at whatever place, and recompute `ratio` of it; missing ones are computed.
@@ -166,7 +157,6 @@ class Prefiller:
         """
         prompt = request.prompt
         for _ in range(len(prompt.chunks) + 1):
-            started = time.perf_counter()
             with (
                 suppress(DamagedEntryError),
                 self._find_prefix(prompt, request.namespace) as prefix,
@@ -194,8 +184,6 @@ class Prefiller:
                     segments=tuple(segment.record for segment in plan.segments),
                     ratio=None if plan.full_recompute else WIDE_RATIO if fused.is_widened else plan.ratio,
                     loading=plan.predicted,
-                    lookup_s=planned - started,
-                    load_s=loader.load_s,
                     loaded_bytes=loader.bytes_by_tier,
                     prefix=prefix,
                 )

@@ -153,20 +153,12 @@ class Timings:
         retrieve_s: embedding the question and searching the index; 0 where documents were brought.
         ttft_s: question and chunks in hand -> first token id on the host: prompt, lookup, prefill and first token. Retrieval
             is not in it.
-        lookup_s: the store's lookup and the plan.
-        prefill_s: everything up to the first logits; `wait_s` is in it.
-        load_s: reading stored KV and putting it in place: files in threads beside the prefill, what is in a CPU's RAM in it.
-        wait_s: the part of the prefill in which the fusor waited for stored KV, or copied it: what of `load_s` was not hidden.
         decode_s: the tokens after the first.
         total_s: all, retrieval included.
     """
 
     retrieve_s: float
     ttft_s: float
-    lookup_s: float
-    prefill_s: float
-    load_s: float
-    wait_s: float
     decode_s: float
     total_s: float
 
@@ -236,7 +228,7 @@ class Done:
     """The request is answered.
 
     Args:
-        answer: the answer; TTFT and prefill in its timings include the time in the queue.
+        answer: the answer; TTFT in its timings includes the time in the queue.
         finish_reason: "stop" (end of sequence or a stop string) or "length".
         stop_string: the stop string that ended the answer, if one did.
         last_text, last_thoughts: those that were held back until now.
@@ -456,10 +448,6 @@ class Request:
         timings = Timings(
             retrieve_s=self.retrieved - self.started,
             ttft_s=decoding.first_token - self.retrieved,
-            lookup_s=prefill.lookup_s,
-            prefill_s=prefill.ended - self.retrieved,
-            load_s=prefill.load_s,
-            wait_s=fused.wait_s,
             decode_s=self.ended - decoding.first_token,
             total_s=self.ended - self.started,
         )

@@ -30,7 +30,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from cacheblend.base.errors import CacheBlendError
 from cacheblend.base.threads import Check
 from cacheblend.retriever import checked_between_batches
-from cacheblend.service.engine.config import read_examples
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.request import METHODS
 
@@ -80,7 +79,7 @@ def create_app(server: Server) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(server.http.cors_origins),
-            allow_methods=["GET", "POST", "PUT", "DELETE"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # OpenAI's JavaScript client sends headers of its own
             expose_headers=["X-Request-Id", "Retry-After", "Location"],
         )
@@ -136,7 +135,7 @@ async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
 
 @router.get("/v1/store")
 async def store(request: Request) -> dict[str, Any]:
-    """The tenant's store, prefix blocks and waiting chunks, its answers' quality, and examples."""
+    """The tenant's store, prefix blocks and waiting chunks, and its answers' quality."""
     server: Server = request.app.state.server
 
     def read(engine: Engine) -> dict[str, Any]:
@@ -148,7 +147,6 @@ async def store(request: Request) -> dict[str, Any]:
             "precomputes_waiting": engine.background.waiting,
             "prefix": engine.prefixes.stats(),
             "quality": server.scheduler.quality(request.state.tenant),
-            "examples": read_examples(Path(engine.config.store_dir)),
         }
 
     return await run_document_call(request, read)

@@ -94,8 +94,6 @@ class TenantConfig:
     Args:
         name: of the tenant, and of its folder below the store's.
         api_key_sha256: hex SHA-256 of the keys that it uses (`cacheblend api-key` makes one); the keys themselves are nowhere.
-        ram_budget_bytes, nvme_budget_bytes, prefix_budget_bytes, index_budget_bytes: its part of the service's budget, and its
-            limit; None for an equal part of what the tenants with a number leave.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -103,10 +101,6 @@ class TenantConfig:
 
     name: str
     api_key_sha256: tuple[str, ...]
-    ram_budget_bytes: int | None = None
-    nvme_budget_bytes: int | None = None
-    prefix_budget_bytes: int | None = None
-    index_budget_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,62}", self.name):
@@ -117,9 +111,6 @@ class TenantConfig:
             if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-f]{64}", digest):
                 given, allowed = "what is given (not shown, it may be a key)", "64 hex digits; `cacheblend api-key` prints them"
                 raise ConfigError(f"tenants.{self.name}.api_key_sha256", given, allowed)
-        for budget in BUDGETS:
-            if (budget_bytes := getattr(self, budget)) is not None:
-                check_whole(f"tenants.{self.name}.{budget}", budget_bytes)
 
 
 def new_key() -> str:
@@ -135,35 +126,17 @@ def hash_key(key: str) -> str:
 def engine_configs(config: EngineConfig, tenants: Sequence[TenantConfig]) -> dict[str, EngineConfig]:
     """The config of each tenant's engine, by name.
 
-    The service's budgets are what all tenants have together: a tenant that names a number has that, the others share the
-    remainder equally. So what a tenant has is there for it, whatever the others do.
+    The service's budgets are what all tenants have together, each an equal part: it is there for a tenant, whatever the others
+    do.
 
     Raises:
-        ConfigError: the tenants' budgets are more than the service's together, or leave nothing for those without a number.
+        ConfigError: a budget is of fewer bytes than there are tenants.
     """
     owners = (config.store, config, config.retriever)
     totals = {budget: next(getattr(owner, budget) for owner in owners if hasattr(owner, budget)) for budget in BUDGETS}
-    parts = {budget: _parts(budget, total, tenants) for budget, total in totals.items()}
+    parts = {budget: total and total // len(tenants) for budget, total in totals.items()}  # None is no bound of the index
     configs = dict[str, EngineConfig]()
     for tenant in tenants:
         own: dict[str, Any] = {"store_dir": Path(config.store_dir) / TENANTS_FOLDER / tenant.name, "remote_tenant": tenant.name}
-        own |= {budget: part[tenant.name] for budget, part in parts.items()}
-        configs[tenant.name] = from_options(EngineConfig, own, config)
+        configs[tenant.name] = from_options(EngineConfig, {**own, **parts}, config)
     return configs
-
-
-def _parts(budget: str, total_bytes: int | None, tenants: Sequence[TenantConfig]) -> dict[str, int | None]:
-    """A budget's bytes by tenant; None is no bound, which the index may have."""
-    named = {tenant.name: int(given) for tenant in tenants if (given := getattr(tenant, budget)) is not None}
-    others = [tenant.name for tenant in tenants if tenant.name not in named]
-    if total_bytes is None:
-        return {**named, **dict.fromkeys(others)}
-    left_bytes = total_bytes - sum(named.values())
-    if left_bytes < len(others):
-        raise ConfigError(
-            f"tenants.*.{budget}",
-            sum(named.values()),
-            f"together at most {budget}={total_bytes}, which all tenants share, with room left for the {len(others)} without a "
-            f"number of their own; raise {budget} or lower the tenants'",
-        )
-    return {**named, **dict.fromkeys(others, left_bytes // max(1, len(others)))}

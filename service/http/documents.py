@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import AfterValidator, Field
+from pydantic import Field
 from python_multipart.exceptions import FormParserError
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
@@ -36,7 +36,7 @@ from cacheblend.service.engine.ingest import IngestReport
 
 from .guard import ApiError, JsonRoute, read_json, refused, shortened
 from .ingests import MAX_NAME_CHARACTERS, Ingest, Work
-from .schemas import IngestedBody, StrictModel, Text
+from .schemas import IngestedBody, StrictModel
 from .server import Server, run_document_call, wait_for_call
 
 router = APIRouter(route_class=JsonRoute)
@@ -68,20 +68,6 @@ _UPLOAD_SCHEMA = {
         }
     },
 }
-
-
-class ReplaceBody(StrictModel):
-    """`PUT /v1/documents/{id}`."""
-
-    title: Text | None = None
-    text: Text
-    metadata: Annotated[dict[str, Any], AfterValidator(read_metadata)] | None = None
-
-
-class PinBody(StrictModel):
-    """`POST /v1/documents/{id}/pin`."""
-
-    pinned: bool = True
 
 
 @router.post("/v1/documents", status_code=202, openapi_extra={"requestBody": {"required": True, "content": _UPLOAD_SCHEMA}})
@@ -137,24 +123,11 @@ async def show(id_: str, request: Request) -> dict[str, Any]:
     return await _known(request, read)
 
 
-@router.put("/v1/documents/{id_:path}")
-async def replace(id_: str, body: ReplaceBody, request: Request) -> Response:
-    """Put a document, in place of the one with this id where there is one; the answer comes when its KV is durable."""
-    document = IngestedBody(id=id_, title=body.title, text=body.text, metadata=body.metadata)
-    return await _upload(request, await _of_documents(request, [document]), wait=True, status=200)
-
-
 @router.delete("/v1/documents/{id_:path}")
 async def delete(id_: str, request: Request) -> dict[str, Any]:
     """Remove a document, or a file's, and the KV that no other document needs."""
     await _known(request, lambda engine: engine.documents.delete(id_))
     return {"id": id_, "object": "document", "deleted": True}
-
-
-@router.post("/v1/documents/{id_:path}/pin")
-async def pin(id_: str, body: PinBody, request: Request) -> dict[str, Any]:
-    """Spare a document's KV from evictions, or no longer."""
-    return _body(await _known(request, lambda engine: engine.documents.pin(id_, pinned=body.pinned)))
 
 
 async def _known(request: Request, call: Callable[[Engine], _Result]) -> _Result:
@@ -198,7 +171,7 @@ def _ingest_file(server: Server, engine: Engine, file: FormFile, faults: dict[st
     return report
 
 
-async def _upload(request: Request, ingest: Ingest, *, wait: bool, status: int = 201) -> Response:
+async def _upload(request: Request, ingest: Ingest, *, wait: bool) -> Response:
     """Ingest when it is the tenant's turn, as a job, or before the answer."""
     server: Server = request.app.state.server
     server.ingests.add(ingest)
@@ -210,7 +183,7 @@ async def _upload(request: Request, ingest: Ingest, *, wait: bool, status: int =
             return JSONResponse(ingest.body(), 202, {"Location": f"/v1/ingests/{ingest.id}"})
         report = await wait_for_call(server.uploads, request, ingest.call)
     faults = [f"{place}: {why}" for place, why in {**ingest.faults, **ingest.errors}.items()]
-    return JSONResponse({"object": "ingest_report", **report.as_dict(), **({"faults": faults} if faults else {})}, status)
+    return JSONResponse({"object": "ingest_report", **report.as_dict(), **({"faults": faults} if faults else {})}, 201)
 
 
 class _FormInMemory(MultiPartParser):

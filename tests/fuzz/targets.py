@@ -319,11 +319,11 @@ def gguf_files() -> Iterator[Check]:
 _FIELDS = (
     *("model", "messages", "prompt", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "top_p"),
     *("top_k", "seed", "stop", "user", "n", "logit_bias", "documents", "num_chunks", "method", "recompute_ratio", "cache_salt"),
-    *("return_chunks", "metadata", "response_format", "id", "title", "text", "pinned", "unknown"),
+    *("return_chunks", "metadata", "response_format", "id", "title", "text", "unknown"),
 )
 _PLACES = (
     *(("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/documents")),
-    *(("PUT", "/v1/documents/d"), ("POST", "/v1/documents/for/pin"), ("DELETE", "/v1/documents/none")),
+    ("DELETE", "/v1/documents/none"),
 )
 
 
@@ -400,7 +400,7 @@ def bodies() -> Iterator[Check]:
             if data.draw(st.integers(0, 3)) == 0:
                 raw = altered(data, raw)
             if data.draw(st.integers(0, 5)) == 0:
-                path += data.draw(st.sampled_from(["/", "%00", "%0a", "%ff", "?x=1", "/pin", "%2e%2e%2f", "a" * 300]))
+                path += data.draw(st.sampled_from(["/", "%00", "%0a", "%ff", "?x=1", "%2e%2e%2f", "a" * 300]))
             response = client.request(method, path, content=raw, headers={"Content-Type": "application/json"})
             if response.status_code >= 400:
                 error = response.json()["error"]

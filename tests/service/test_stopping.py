@@ -26,16 +26,21 @@ GRACE_S = 3.0
 LONG_TEXT = " ".join(f"word{place}" for place in range(40_000))  # ten seconds and more of a small model
 
 
+def upload(address: str, id_: str) -> httpx.Response:
+    body = {"documents": [{"id": id_, "text": LONG_TEXT}]}
+    return httpx.post(f"{address}/v1/documents?wait=true", json=body, timeout=60)
+
+
 class Upload(threading.Thread):
     """An upload, and what becomes of it."""
 
     def __init__(self, address: str, id_: str) -> None:
         super().__init__()
-        self._url, self.response = f"{address}/v1/documents/{id_}", None
+        self._address, self._id = address, id_
         self.start()
 
     def run(self) -> None:
-        self.response: Any = httpx.put(self._url, json={"text": LONG_TEXT}, timeout=60)
+        self.response = upload(self._address, self._id)
 
 
 def entries(server: ServerProcess) -> int:
@@ -95,7 +100,7 @@ def test_a_second_sigterm(config: ServedConfig, tmp_path: Path) -> None:
 
 def _fails(address: str) -> None:
     with pytest.raises(httpx.TransportError):
-        httpx.put(f"{address}/v1/documents/one", json={"text": LONG_TEXT}, timeout=60)
+        upload(address, "one")
 
 
 @pytest.mark.parametrize("error", [StoreFullError("no room"), RetrieverError("no room"), OSError(28, "no room")], ids=repr)

@@ -12,7 +12,6 @@ let model = "";
 let asking = null;
 let readingStore = false;
 let holds = ""; // numbers of documents and chunks
-let examples = []; // questions that stand beside the store
 let listed = []; // documents
 let turns = []; // question and answer of each, the latest last
 let last = null; // the request of the latest answer, and its report
@@ -194,8 +193,6 @@ async function showStore() {
     $("tiers").textContent =
       `The store has KV of ${counted(store.nvme.entries, "chunk")}: RAM ${fill(store.ram)}, NVMe ${fill(store.nvme)}` +
       (asked ? `; hit rate ${Math.round((100 * hits) / asked)} %.` : ".");
-    examples = store.examples;
-    showExamples();
     const now = `${store.documents} ${store.chunks}`;
     if (holds && holds !== now && !$("documents").contains(document.activeElement)) await list(); // by another tab or program
     holds = now;
@@ -206,10 +203,10 @@ async function showStore() {
   }
 }
 
-/** Offer the questions that stand beside the store, and after them one for each of the first documents. */
+/** Offer a question about each of the first documents. */
 function showExamples() {
   const titles = listed.filter((document) => document.title && !document.damaged).map((document) => document.title);
-  const questions = [...(listed.length ? examples : []), ...titles.map((title) => `What is said about ${title}?`)].slice(0, EXAMPLES);
+  const questions = titles.slice(0, EXAMPLES).map((title) => `What is said about ${title}?`);
   const shown = [...$("examples").children].map((one) => one.textContent);
   if (questions.join("\n") === shown.join("\n")) return; // one of them may have the focus
   const exampleOf = (question) => {

@@ -114,7 +114,7 @@ def test_commands_of_the_docs(page: Path) -> None:
 
 def test_a_gone_option_names_its_place_taker(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A flag or a variable of an earlier version is refused with what took its place."""
-    for arguments, variable in ((["serve", "--on-miss=recompute"], ""), (["store", "ls"], "CACHEBLEND_ON_MISS")):
+    for arguments, variable in ((["serve", "--on-miss=recompute"], ""), (["store", "verify"], "CACHEBLEND_ON_MISS")):
         if variable:
             monkeypatch.setenv(variable, "recompute")
         with pytest.raises(SystemExit) as ended:

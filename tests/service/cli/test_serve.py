@@ -49,7 +49,7 @@ def test_file_flag_and_variable(served: list[Any], tmp_path: Path) -> None:
     file.write_text(
         f'model = "m"\nmax_num_seqs = 3\nport = 1\nhost = "::1"\ncors_origins = ["https://a.example"]\n'
         'direct_reads = true\nprefix_budget_bytes = "1.5 GiB"\nnvme_budget_bytes = 5\nselector = "gradual"\n'
-        f'[tenants.acme]\napi_key_sha256 = "{DIGEST}"\nram_budget_bytes = 7\n'
+        f'[tenants.acme]\napi_key_sha256 = "{DIGEST}"\n'
     )
     result = CliRunner().invoke(
         cli.app,
@@ -65,7 +65,7 @@ def test_file_flag_and_variable(served: list[Any], tmp_path: Path) -> None:
     assert (engine.fusion.selector, engine.recompute_ratio) == ("gradual", 0.05)
     assert serving == ServingConfig(max_num_seqs=3)
     assert http == HttpConfig(host="127.0.0.2", port=3, cors_origins=("https://a.example",))
-    assert tenants == [TenantConfig(name="acme", api_key_sha256=(DIGEST,), ram_budget_bytes=7)]
+    assert tenants == [TenantConfig(name="acme", api_key_sha256=(DIGEST,))]
 
 
 @pytest.mark.parametrize(
@@ -81,12 +81,12 @@ def test_file_flag_and_variable(served: list[Any], tmp_path: Path) -> None:
         ("guard_share = 0\nguard_floor = 0.9", ConfigError, "nothing is checked"),
         ("port = 70000", ConfigError, "65535"),
         ('cors_origins = ["example.org"]', ConfigError, "https://example.org"),
-        ("[tenants.acme]\nram_budget_bytes = 7", ConfigError, "api-key"),
+        ("[tenants.acme]", ConfigError, "api-key"),
         ('[tenants.acme]\napi_key_sha256 = "x"', ConfigError, "64 hex digits"),
         (f'[tenants.UPPER]\napi_key_sha256 = "{DIGEST}"', ConfigError, "lower-case"),
         (f'[tenants."../x"]\napi_key_sha256 = "{DIGEST}"', ConfigError, "lower-case"),
         (f'[tenants.acme]\napi_key_sha256 = "{DIGEST}"\nquota = 7', ConfigError, "quota"),
-        (f'[tenants.acme]\napi_key_sha256 = "{DIGEST}"\nnvme_budget_bytes = 0', ConfigError, "acme.nvme_budget_bytes=0"),
+        (f'[tenants.acme]\napi_key_sha256 = "{DIGEST}"\nnvme_budget_bytes = 1', ConfigError, "nvme_budget_bytes"),
         ("prefix_budget_bytes = 0", ConfigError, "prefix_budget_bytes=0"),
         ("max_completion_bytes = 0", ConfigError, "max_completion_bytes=0"),
         ('allowed_hosts = ["https://a.example"]', ConfigError, "without a port"),

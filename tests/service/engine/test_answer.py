@@ -208,17 +208,15 @@ def test_timings(engine: Engine, method: str, max_tokens: int) -> None:
     """Stages are parts of the whole, none is negative, and retrieval is outside the time to first token."""
     search, pause = engine.retriever.search, threading.Event()
 
-    def slow_search(question: str, num_chunks: int) -> object:
+    def slow_search(*given: Any) -> object:
         pause.wait(0.2)
-        return search(question, num_chunks)
+        return search(*given)
 
     engine.retriever.search = slow_search  # type: ignore[assignment]  # a stand-in
     timings = ask(engine, method, max_tokens=max_tokens).timings
-    assert min(took_s for took_s in dataclasses.astuple(timings) if took_s is not None) >= 0
+    assert min(dataclasses.astuple(timings)) >= 0
     assert timings.retrieve_s >= 0.2
-    assert 0 < timings.prefill_s <= timings.ttft_s < timings.total_s
-    assert timings.lookup_s + timings.wait_s <= timings.prefill_s
-    assert (timings.lookup_s > 0) == (method != "full_recompute")
+    assert 0 < timings.ttft_s < timings.total_s
     assert timings.retrieve_s + timings.ttft_s + timings.decode_s == pytest.approx(timings.total_s)
 
 

@@ -1,4 +1,4 @@
-"""Documents are listed, pinned, replaced and deleted together with their chunks' KV."""
+"""Documents are listed, replaced and deleted together with their chunks' KV."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_ls_and_show(engine: Engine) -> None:
     assert [status.id for status in statuses] == [document["id"] for document in DOCUMENTS]
     for status in statuses:
         keys = keys_of(engine, status.id)
-        assert (status.stored_chunks, status.shared_chunks, status.pinned) == (len(keys), 0, False)
+        assert (status.stored_chunks, status.shared_chunks) == (len(keys), 0)
         assert status.own_bytes == status.stored_bytes == sum(entry.bytes for entry in engine.store.ls() if entry.key in keys)
     status, chunks = engine.documents.show(ID)
     assert status == statuses[0]
@@ -59,7 +59,7 @@ def test_ls_and_show(engine: Engine) -> None:
 
 
 def test_the_parts_of_a_file_are_one(engine: Engine) -> None:
-    """A file's pages are one row, in the place of the first, and its name shows, pins and deletes all of them."""
+    """A file's pages are one row, in the place of the first, and its name shows and deletes all of them."""
     pages = [
         {"id": f"f/report.pdf#page={page}", "title": f"report, page {page}", "text": f"page {page}"} for page in ("10", "2-3")
     ]
@@ -69,16 +69,13 @@ def test_the_parts_of_a_file_are_one(engine: Engine) -> None:
     names = [document["id"] for document in DOCUMENTS] + ["f/report.pdf", "note", "f/report.pdf.txt"]
     assert ([file.id for file in files], has_more) == (names, False)
     file = files[-3]
-    assert (file.title, file.parts, file.pinned) == ("report.pdf", 2, False)
+    assert (file.title, file.parts) == ("report.pdf", 2)
     assert file.stored_bytes == sum(documents.status(str(page["id"])).stored_bytes for page in pages) > 0
     paged, has_more = documents.page(1, names[-4], by_file=True)
     assert (paged, has_more) == ([file], True)
     assert [status.id for status in documents.page(by_file=True, after="f/report.pdf")[0]] == names[-2:]
     status, chunks = documents.show("f/report.pdf")
     assert (status, [chunk.document_id for chunk, _ in chunks]) == (file, [page["id"] for page in reversed(pages)])
-    assert documents.pin("f/report.pdf").pinned
-    assert documents.status(str(pages[1]["id"])).pinned
-    assert not documents.pin("f/report.pdf", pinned=False).pinned
     assert documents.delete("f/report.pdf") == file
     assert [status.id for status in documents.ls()] == [name for name in names if name != "f/report.pdf"]
     with pytest.raises(InputError, match="there is no such document"):
@@ -248,23 +245,6 @@ def test_shared_chunks_are_stored_once(open_engine: OpenEngine) -> None:
     assert engine.store.stats().nvme.entries == 0
 
 
-def test_pin(open_ingested: OpenEngine) -> None:
-    """A pinned document's KV outlives evictions, new versions of it too, until it is unpinned."""
-    with open_ingested() as engine:
-        engine.documents.pin(ID)
-        pinned = keys_of(engine, ID)
-        total = engine.store.stats().nvme.bytes
-        assert engine.documents.show(ID)[0].pinned
-    with open_ingested(nvme_budget_bytes=total // 2) as engine:
-        assert pinned <= stored(engine)
-        engine.ingest_stream([{"id": "more", "title": "more", "text": str(OTHERS[0]["text"])[::-1]}])
-        assert pinned <= stored(engine)
-        engine.ingest([{**FIRST, "text": f"{FIRST['text']} Another end."}])
-        assert engine.documents.show(ID)[0].pinned
-        engine.documents.pin(ID, pinned=False)
-        assert not engine.documents.show(ID)[0].pinned
-
-
 @pytest.mark.parametrize(("codec", "most"), [("fp8_e4m3", 2.0), ("int8", 0.5), ("int4", 8.0)])
 def test_codecs(open_ingested: OpenEngine, codec: str, most: float) -> None:
     """KV of another codec is ingested beside, takes less room, and blends to nearly the same logits."""
@@ -395,17 +375,6 @@ def test_adding_on_a_full_disk_takes_no_reserve(engine: Engine, monkeypatch: pyt
     assert engine.retriever.document("new") is None
 
 
-def test_pinning_on_a_full_disk(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pin needs no more room than the reserve has; so does unpinning."""
-    reserve = Path(engine.config.store_dir) / "kv" / "reserve"
-    with monkeypatch.context() as patch:
-        full_until(lambda: not reserve.exists(), reserve.parent, patch)
-        engine.documents.pin(ID)
-        assert engine.documents.status(ID).pinned
-        engine.documents.pin(ID, pinned=False)
-    assert not engine.documents.status(ID).pinned
-
-
 def test_pages(engine: Engine) -> None:
     """Pages follow one another in the order of `ls`, the documents that the store alone knows at the end."""
     engine.store.documents.put([("lost-b", "1", []), ("lost-a", "1", [])])
@@ -421,12 +390,11 @@ def test_pages(engine: Engine) -> None:
 
 
 def test_one_document_is_looked_up_by_its_id(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Showing, pinning and deleting one document lists no others."""
+    """Showing and deleting one document lists no others."""
 
     def listing(*_: object) -> None:
         raise AssertionError("all documents were listed")
 
     monkeypatch.setattr(IndexCatalog, "documents", listing)
     engine.documents.show(ID)
-    engine.documents.pin(ID)
     engine.documents.delete(ID)

@@ -118,11 +118,12 @@ def test_uploads_of_another_tenant(serve: Serve, embedder: SlowEmbedder) -> None
         assert embedder.entered.acquire(timeout=60)
         wait_until(lambda: len(statuses) == 40 - most)
         assert set(statuses) == {429}
-        refused = clients["hostile"].put("/v1/documents/x", json={"text": "words"})
+        refused = clients["hostile"].post("/v1/documents?wait=true", json={"documents": [{"text": "words"}]})
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         assert int(refused.headers["Retry-After"]) >= 1
         check_served(clients["good"])
-        assert clients["good"].put("/v1/documents/own", json={"text": "words of its own"}).status_code == 200
+        own = {"documents": [{"text": "words of its own"}]}
+        assert clients["good"].post("/v1/documents?wait=true", json=own).status_code == 201
         assert clients["hostile"].get("/v1/documents").status_code == 200
         assert clients["hostile"].delete(f"/v1/documents/{DOCUMENTS[0]['id']}").status_code == 200
         embedder.gate.set()

@@ -216,37 +216,15 @@ def remote_hits(replicas: list[dict[str, Tenant]]) -> dict[tuple[int, str], int]
     }
 
 
-def tenants_with(budgets: tuple[int | None, ...]) -> list[TenantConfig]:
-    return [
-        TenantConfig(name=f"t{number}", api_key_sha256=(f"{number:064x}",), ram_budget_bytes=budget, index_budget_bytes=budget)
-        for number, budget in enumerate(budgets)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ((None, None, None), (300, 300, 300)),
-        ((500, None, None), (500, 200, 200)),
-        ((100, 200, 600), (100, 200, 600)),
-        ((1, 1, 1), (1, 1, 1)),
-    ],
-)
-def test_tenants_divide_the_budgets(given: tuple[int | None, ...], expected: tuple[int, ...]) -> None:
-    """A tenant has the bytes that it names, and the others equal parts of the rest."""
+def test_tenants_divide_the_budgets() -> None:
+    """Each tenant has an equal part; a budget of fewer bytes than there are tenants is refused, and no bound stays none."""
+    tenants = [TenantConfig(name=f"t{number}", api_key_sha256=(f"{number:064x}",)) for number in range(3)]
     index = RetrieverConfig(index_budget_bytes=900)
     config = EngineConfig(model="m", store_dir="s", store=StoreConfig(ram_budget_bytes=900), retriever=index)
-    configs = engine_configs(config, tenants_with(given)).values()
-    assert tuple(one.store.ram_budget_bytes for one in configs) == expected
-    assert tuple(one.retriever.index_budget_bytes for one in configs) == expected
-    assert {one.store.nvme_budget_bytes for one in configs} == {config.store.nvme_budget_bytes // 3}
-    unbound = engine_configs(EngineConfig(model="m", store_dir="s"), tenants_with(given[:1]))["t0"]
-    assert unbound.retriever.index_budget_bytes == given[0]
-
-
-@pytest.mark.parametrize("given", [(600, 301), (900, None), (901,)])
-def test_tenants_who_want_more_than_there_is(given: tuple[int | None, ...]) -> None:
-    """Budgets that are more than the service's together, or leave nothing for a tenant without one, are refused."""
-    config = EngineConfig(model="m", store_dir="s", store=StoreConfig(ram_budget_bytes=900))
-    with pytest.raises(ConfigError, match="together at most ram_budget_bytes=900"):
-        engine_configs(config, tenants_with(given))
+    for one in engine_configs(config, tenants).values():
+        assert (one.store.ram_budget_bytes, one.retriever.index_budget_bytes) == (300, 300)
+        assert one.store.nvme_budget_bytes == config.store.nvme_budget_bytes // 3
+    unbound = EngineConfig(model="m", store_dir="s", store=StoreConfig(ram_budget_bytes=2))
+    assert engine_configs(unbound, tenants[:1])["t0"].retriever.index_budget_bytes is None
+    with pytest.raises(ConfigError, match="ram_budget_bytes=0"):
+        engine_configs(unbound, tenants)

@@ -20,6 +20,7 @@ def cited(client: httpx.Client, **options: Any) -> list[dict[str, Any]]:
 def test_uploaded_filtered_returned(client: httpx.Client) -> None:
     """Texts and files have metadata, a line's own before the form's; a question finds those of its filter alone."""
     documents = [{"id": str(year), "text": f"{TEXT} {year}", "metadata": {"year": year}} for year in (1998, 2024)]
+    documents.append({"id": "put", "text": f"{TEXT} put", "metadata": {"lang": "fr"}})
     client.post("/v1/documents?wait=true", json={"documents": documents}).raise_for_status()
     lines = "".join(
         json.dumps({"id": id_, "text": f"{TEXT} {id_}", "metadata": own}) + "\n"
@@ -28,7 +29,6 @@ def test_uploaded_filtered_returned(client: httpx.Client) -> None:
     form = {"metadata": '{"lang": "de", "year": 2030}'}
     files = {"file": ("lines.jsonl", lines.encode())}
     client.post("/v1/documents?wait=true", files=files, data=form).raise_for_status()
-    client.put("/v1/documents/put", json={"text": f"{TEXT} put", "metadata": {"lang": "fr"}}).raise_for_status()
     assert client.get("/v1/documents/a").json()["metadata"] == {"lang": "de", "year": 1}
     listed = client.get("/v1/documents").json()["data"]
     assert {one["id"]: one["metadata"] for one in listed if "metadata" in one} == {

@@ -15,7 +15,6 @@ from engines import QUESTION, OpenEngine
 from waiting import wait_until
 
 from cacheblend.service import Engine
-from cacheblend.service.engine.config import EXAMPLES_FILE
 from cacheblend.service.http.server import Server
 
 pytestmark = NEEDS_BROWSER
@@ -270,7 +269,7 @@ def text_of(engine: Engine, name: str) -> str:
 
 
 def test_documents(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
-    """A file is added, opened, pinned, asked about by an example question, and deleted after a question back."""
+    """A file is added, opened, asked about by an example question, and deleted after a question back."""
     notes, latin, empty = tmp_path / "notes.md", tmp_path / "latin.txt", tmp_path / "empty.txt"
     notes.write_text("# Lamps\n\nThe lamp of the harbour is green.\n", encoding="utf-8")
     latin.write_bytes("Café Müller opens at nine.".encode("latin-1"))
@@ -337,26 +336,6 @@ def test_a_file_of_a_known_name(page: Any, open_engine: OpenEngine, tmp_path: Pa
         wait_until(lambda: page.locator("#uploads li").count() == 0)
         assert page.locator("#documents li").count() == 1
         assert fits(page)
-
-
-@ONCE
-def test_examples_beside_the_store_come_first(page: Any, open_engine: OpenEngine) -> None:
-    """Questions that stand beside the store are offered before those about titles, once there are documents."""
-    engine = open_engine()
-    Path(engine.config.store_dir, EXAMPLES_FILE).write_text('["Which lamp is green?", "<b>Where</b> is it?"]')
-    with serving(engine) as (_, address):
-        open_page(page, address)
-        page.locator("#store", has_text="no documents yet").wait_for()
-        assert page.locator("#examples button").count() == 0
-        engine.ingest([{"id": str(number), "title": f"Lamp {number}", "text": "The lamp is green."} for number in range(3)])
-        open_page(page, address)
-        page.locator("#examples button").nth(2).wait_for()
-        page.get_by_role("button", name="Which lamp is green?").wait_for()
-        texts = page.locator("#examples button").all_inner_texts()
-        assert texts == ["Which lamp is green?", "<b>Where</b> is it?", "What is said about Lamp 2?"]
-        page.get_by_role("button", name="Which lamp is green?").click()
-        page.locator("#summary:not(:empty)").wait_for()
-        assert page.locator("#asked").inner_text() == "Which lamp is green?"
 
 
 def test_files_are_dropped(page: Any, open_engine: OpenEngine) -> None:
