@@ -247,8 +247,9 @@ def test_the_chain_of_the_docs(open_engine: OpenEngine) -> None:
     (program,) = [
         text for kind, text in blocks(ROOT / "docs" / "service.md") if kind == "python" and "RunnablePassthrough" in text
     ]
-    engine = open_engine()
-    engine.ingest([{"id": str(number), "text": f"Fact {number}: the sky is blue on day {number}."} for number in range(4)])
+    engine = open_engine(chunk_tokens=256)
+    facts = "Fact {0}: the sky is blue on day {0}, and the sea is green on day {0}, and the sand is brown for all of day {0}."
+    engine.ingest([{"id": str(number), "text": facts.format(number)} for number in range(4)])
     names: dict[str, Any] = {**vars(langchain), "engine": engine, "ChatPromptTemplate": ChatPromptTemplate}
     names["RunnablePassthrough"] = RunnablePassthrough
     exec(compile(program, "service.md", "exec"), names)
