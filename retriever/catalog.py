@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -110,15 +110,6 @@ class IndexReport:
         return not (self.damaged or self.strays or self.broken)
 
 
-class Change(NamedTuple):
-    """Effect of a write: index ids of chunks, the catalog's generation after it, and how many documents were replaced."""
-
-    added_ids: list[int]
-    removed_ids: list[int]
-    generation: int
-    replaced: int = 0
-
-
 class Catalog:
     """Documents and chunks in SQLite; every write is one transaction and raises the generation by one.
 
@@ -175,8 +166,8 @@ class Catalog:
 
     # Writes.
 
-    def put(self, entries: Sequence[EmbeddedDocument], expected: Mapping[str, Sequence[str | None]] | None = None) -> Change:
-        """Add documents, in place of those with their ids, in one transaction.
+    def put(self, entries: Sequence[EmbeddedDocument], expected: Mapping[str, Sequence[str | None]] | None = None) -> int:
+        """Add documents, in place of those with their ids, in one transaction; returns how many were replaced.
 
         Args:
             entries: the documents, each id once.
@@ -190,9 +181,7 @@ class Catalog:
         if not entries:
             with self.snapshot():
                 self._check_versions(expected)
-                return Change([], [], self.generation)
-        added: list[int] = []
-        removed: list[int] = []
+                return 0
         replaced = 0
         with self._write():
             self._check_format()
@@ -201,34 +190,34 @@ class Catalog:
             self._settle(self._settings | {"dimensions": str(dimensions)}, fix=True)
             for entry in entries:
                 document = entry.document
-                of_document = self._remove(document.id)
-                removed += of_document
-                replaced += bool(of_document)
+                replaced += bool(self._remove(document.id))
                 row = (document.id, document.version, document.title, len(entry.chunks))
                 self._sql(INSERT_DOCUMENT, (*row, row_checksum(*row)))
                 if document.metadata:
                     fields = as_json(document.metadata)
                     checksum = row_checksum(document.id, document.version, fields)
                     self._sql("INSERT INTO metadata VALUES (?, ?, ?)", (document.id, fields, checksum))
-                added += [self._insert(chunk, vector) for chunk, vector in zip(entry.chunks, entry.vectors_ND, strict=True)]
+                for chunk, vector_D in zip(entry.chunks, entry.vectors_ND, strict=True):
+                    self._insert(chunk, vector_D)
             self.check_room()
-            change = Change(added, removed, self.generation, replaced)
         self._refill()
-        return change
+        return replaced
 
-    def remove(self, *document_ids: str) -> Change:
-        """Remove documents and their chunks in one transaction; on a full disk, too, as long as it has a reserve.
+    def delete(self, *document_ids: str) -> int:
+        """Remove documents, all or none; returns how many chunks went with them. Remains in the file go by `erase`.
 
-        Raises `InputError` if there is no such document, `StoreFullError` if the reserve was needed before.
+        Raises:
+            InputError: there is no such document.
+            RetrieverError: the file cannot be written.
+            StoreFullError: the disk is full, and what was reserved for removals was used up by earlier ones.
         """
 
-        def step() -> Change:
+        def step() -> int:
             with self._write():
                 for document_id in document_ids:
                     if self.version(document_id) is None:
                         raise self._unknown(document_id)
-                removed = [id_ for document_id in document_ids for id_ in self._remove(document_id)]
-                return Change([], removed, self.generation)
+                return sum(map(self._remove, document_ids))
 
         return self._with_reserve(step)
 
@@ -372,10 +361,10 @@ class Catalog:
             return dict(json.loads(fields))
         return {}
 
-    def chunk_ids(self, meets: MetadataFilter) -> list[int]:
-        """Index ids of the chunks of documents whose metadata meet a filter."""
-        query = f"SELECT id FROM chunks WHERE document_id IN (SELECT document_id FROM metadata WHERE {meets.sql})"
-        return [id_ for (id_,) in self._sql(query, meets.values)]
+    def chunk_ids(self, meets: MetadataFilter | None = None) -> list[int]:
+        """Index ids of all chunks, or of those of documents whose metadata meet a filter."""
+        chosen = "" if meets is None else f"WHERE document_id IN (SELECT document_id FROM metadata WHERE {meets.sql})"
+        return [id_ for (id_,) in self._sql(f"SELECT id FROM chunks {chosen}", () if meets is None else meets.values)]
 
     def chunk(self, id_: int) -> Chunk:
         """The chunk of an index id; `DamagedDocumentError` if the row is not what was written."""
@@ -400,23 +389,23 @@ class Catalog:
         rows = self._sql(query, (document_id, version))
         return [str(text) for (text,) in rows]
 
-    def vectors(self) -> tuple[list[int], NDArray[np.float32]]:
-        """Index ids of all chunks, ascending, and their vectors, float32 (N, D).
+    def vectors(self, after: int = 0) -> tuple[list[int], NDArray[np.float32]]:
+        """Index ids of chunks beyond one, ascending, and their vectors, float32 (N, D).
 
         Vectors of a wrong length or with NaN are left out, and logged. A question that finds a chunk finds its other damage.
         """
         dimensions = self.dimensions or 0
         vectors: dict[int, NDArray[np.float32]] = {}
         damaged: list[str] = []
-        query = f"SELECT c.id, c.document_id, c.vector {JOINED} ORDER BY c.id"
+        query = f"SELECT c.id, c.document_id, c.vector {JOINED} WHERE c.id > ? ORDER BY c.id"
         with self._errors():
-            for id_, owner, raw in self._db.execute(query):
+            for id_, owner, raw in self._db.execute(query, (after,)):
                 fits = isinstance(raw, bytes) and len(raw) == 4 * dimensions
                 if fits and np.isfinite(vector_D := np.frombuffer(raw, dtype="<f4")).all():
                     vectors[id_] = vector_D
                 else:
                     damaged.append(str(owner))
-        if damaged and not vectors:
+        if damaged and not vectors and not after:
             raise self._unusable("the length of its vectors is damaged")
         for owner in damaged:
             logger.error("a chunk is not in the index: %s", DamagedDocumentError(owner))
@@ -424,18 +413,17 @@ class Catalog:
 
     # The steps of both.
 
-    def _insert(self, chunk: Chunk, vector_D: NDArray[np.float32]) -> int:
-        """Add a chunk's row; returns its index id."""
+    def _insert(self, chunk: Chunk, vector_D: NDArray[np.float32]) -> None:
         token_ids, vector = np.asarray(chunk.token_ids, dtype="<i4").tobytes(), vector_D.astype("<f4").tobytes()
         checksum = row_checksum(chunk.document_id, chunk.version, chunk.position, chunk.text, token_ids, vector)
         row = (chunk.document_id, chunk.position, chunk.text, token_ids, vector, checksum)
-        [[id_]] = self._sql(f"{INSERT_CHUNK} RETURNING id", row)
-        return int(id_)
+        self._sql(INSERT_CHUNK, row)
 
-    def _remove(self, document_id: str) -> list[int]:
-        removed = [id_ for (id_,) in self._sql("SELECT id FROM chunks WHERE document_id = ?", (document_id,))]
+    def _remove(self, document_id: str) -> int:
+        """Remove a document, if it is there; returns how many chunks went with it."""
+        [[chunks]] = self._sql("SELECT count(*) FROM chunks WHERE document_id = ?", (document_id,))
         self._sql("DELETE FROM documents WHERE id = ?", (document_id,))
-        return removed
+        return int(chunks)
 
     @contextmanager
     def _write(self) -> Iterator[None]:

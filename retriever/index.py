@@ -12,7 +12,7 @@ import re
 import sqlite3
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from cacheblend.base.errors import RetrieverError
 
-from .catalog import Catalog, Change
-from .document import Chunk, ChunkPlace, EmbeddedDocument, chunk_places, found_texts
+from .catalog import Catalog
+from .document import Chunk, ChunkPlace, chunk_places, found_texts
 from .passages import Passage, StoredTexts, find_passages
 
 INDEX_FILE = "catalogue.sqlite"
@@ -89,6 +89,7 @@ class IndexedDocuments:
     chunks = _locked(Catalog.chunks)
     metadata = _locked(Catalog.metadata)
     verify = _locked(Catalog.verify)
+    delete = _locked(Catalog.delete)
 
     def places(self, chunks: Sequence[Chunk]) -> list[ChunkPlace]:
         """The place of each of all the chunks of a document, in order."""
@@ -112,25 +113,9 @@ class IndexedDocuments:
             return self._catalog.chunk(id_)
         return None
 
-    def delete(self, *document_ids: str) -> int:
-        """Remove documents, all or none; returns how many chunks went with them. Remains in the file go by `erase`.
-
-        Raises:
-            InputError: there is no such document.
-            RetrieverError: the directory cannot be written.
-            StoreFullError: the disk is full, and what was reserved for removals was used up by earlier ones.
-        """
-        with self._lock:
-            change = self._catalog.remove(*document_ids)
-            self._follow(change, ())
-        return len(change.removed_ids)
-
     def erase(self) -> None:
         """Clear the catalog's file of what was removed; searches do not wait for it. Raises as `Catalog.erase`."""
         self._catalog.erase()
-
-    def _follow(self, change: Change, embedded: Sequence[EmbeddedDocument]) -> None:
-        """Apply a change of the catalog to indexes in memory; there are none here."""
 
     def close(self) -> None:
         """Close the catalog; a second call does nothing."""
@@ -165,9 +150,9 @@ class VectorIndex:
         """Add vectors under new ids."""
         self._index.add_with_ids(np.ascontiguousarray(vectors_ND, dtype=np.float32), np.asarray(ids, dtype=np.int64))
 
-    def remove(self, ids: Sequence[int]) -> None:
+    def remove(self, ids: Collection[int]) -> None:
         """Remove the vectors of these ids; the order of the others stays."""
-        self._index.remove_ids(faiss.IDSelectorBatch(np.asarray(ids, dtype=np.int64)))
+        self._index.remove_ids(faiss.IDSelectorBatch(np.array([*ids], dtype=np.int64)))
 
     def search(self, vector_D: NDArray[np.float32], top_k: int, among: Sequence[int] | None = None) -> list[int]:
         """Ids of the K nearest vectors, of `among` or of all, nearest first, the lower id first among equals."""
@@ -187,20 +172,12 @@ class VectorIndex:
 
 
 class WordIndex:
-    """The words of all chunks, searched by BM25. In memory: a deleted document leaves no word on the disk.
-
-    Raises:
-        RetrieverError: Python's SQLite was built without FTS5.
-    """
+    """The words of all chunks, searched by BM25. In memory: a deleted document leaves no word on the disk."""
 
     def __init__(self) -> None:
         self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        try:
-            self._db.execute(f'CREATE VIRTUAL TABLE words USING fts5(text, tokenize="{TOKENIZER}")')
-            self._db.execute("CREATE VIRTUAL TABLE vocabulary USING fts5vocab(words, row)")
-        except sqlite3.OperationalError as error:
-            self._db.close()
-            raise RetrieverError(f"this Python's SQLite has no search by words ({error}); use retrieval='dense'") from error
+        self._db.execute(f'CREATE VIRTUAL TABLE words USING fts5(text, tokenize="{TOKENIZER}")')
+        self._db.execute("CREATE VIRTUAL TABLE vocabulary USING fts5vocab(words, row)")
 
     def close(self) -> None:
         """Free the memory; a second call does nothing."""
@@ -249,13 +226,13 @@ class WordIndex:
 class SearchIndex:
     """The indexes of a catalog's vectors and words, in memory, synchronised by its generation. Not thread-safe by itself.
 
-    They are built from the catalog at the first question (a second for 4 MB of text), and again if another process has changed
-    it; what this process changes is applied.
+    The first question reads all of the catalog (a second for 4 MB of text), a later one what has changed since.
     """
 
     def __init__(self, catalog: Catalog, *, by_words: bool) -> None:
         self._catalog = catalog
         self._generation = -1  # of the catalog that the indexes show; -1 is nothing yet
+        self._shown: set[int] = set()  # index ids of its chunks
         self._vectors: VectorIndex | None = None  # None before the first document
         self.words = WordIndex() if by_words else None  # None without a search by words
 
@@ -266,34 +243,18 @@ class SearchIndex:
             RetrieverError: the catalog cannot be read.
         """
         if self._generation != (generation := self._catalog.generation):
-            self._vectors, self._generation = None, -1  # should this fail half-way, they are built anew
-            if (dimensions := self._catalog.dimensions) is not None:
-                ids, vectors_ND = self._catalog.vectors()
-                self._vectors = VectorIndex(dimensions)
-                if ids:
-                    self._vectors.add(ids, vectors_ND)
+            shown, self._shown = self._shown, set()  # should this fail half-way, they are built anew
+            dimensions, ids = self._catalog.dimensions, set(self._catalog.chunk_ids())
+            if not shown or self._vectors is None or self._vectors.dimensions != dimensions:
+                shown, self._vectors = set(), None if dimensions is None else VectorIndex(dimensions)
+            gone, last = shown - ids, max(shown, default=0)  # no id is used twice, so new ones are beyond the last
+            if self._vectors is not None:
+                self._vectors.remove(gone)
+                self._vectors.add(*self._catalog.vectors(last))
             if self.words is not None:
-                self.words.update(None, self._catalog.texts())
-            self._generation = generation
+                self.words.update(gone if shown else None, self._catalog.texts(last))
+            self._shown, self._generation = ids, generation
         return self._vectors
-
-    def apply(self, change: Change, embedded: Sequence[EmbeddedDocument]) -> None:
-        """Follow a change of the catalog; indexes that were out of date stay so until `current` builds them anew."""
-        if change.generation != self._generation + 1:
-            return
-        self._generation = -1  # should this fail half-way, they are built anew
-        chunks = [chunk for one in embedded for chunk in one.chunks]
-        if self._vectors is not None:
-            self._vectors.remove(change.removed_ids)
-        if change.added_ids:
-            vectors_ND = np.concatenate([one.vectors_ND for one in embedded])
-            if self._vectors is None or len(self._vectors) == 0:  # an emptied catalog may go on with other dimensions
-                self._vectors = VectorIndex(vectors_ND.shape[1])
-            self._vectors.add(change.added_ids, vectors_ND)
-        if self.words is not None:
-            rows = zip(change.added_ids, chunks, strict=True)
-            self.words.update(change.removed_ids, ((id_, one.document_id, one.title, one.text) for id_, one in rows))
-        self._generation = change.generation
 
     def close(self) -> None:
         """Free the memory; a second call does nothing."""

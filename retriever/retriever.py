@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from cacheblend.base.errors import InputError, RetrieverError
 from cacheblend.base.files import make_folder
 from cacheblend.base.threads import Progress, in_groups
 
-from .catalog import Catalog, Change
+from .catalog import Catalog
 from .config import RetrieverConfig
 from .document import Chunk, ChunkPlace, Document, EmbeddedDocument, ScoredChunk, chunk_places, found_texts, with_one_text
 from .embedder import Embedder, SentenceTransformerEmbedder, checked_between_batches
@@ -47,7 +46,7 @@ class Retriever(IndexedDocuments):
     """Splits, embeds and stores documents, and finds the best chunks for a question. Thread-safe; a context manager.
 
     In its directory, `catalogue.sqlite` is the source of truth. The indexes of vectors and words lie in memory: they are built
-    from the catalog at the first question, and again if another process has changed documents.
+    from the catalog at the first question, and follow it at later ones.
 
     Args:
         config: how to split, which embedder, where to store.
@@ -64,7 +63,6 @@ class Retriever(IndexedDocuments):
         tokenizer: PreTrainedTokenizerBase | Tokenizer,
         embedder: Embedder | None = None,
     ) -> None:
-        self._closed = True  # until there is something to close
         self.config = config
         self.splitter = Splitter(tokenizer, config)
         self.embedder: Embedder = SentenceTransformerEmbedder(config.embedder) if embedder is None else embedder
@@ -79,7 +77,6 @@ class Retriever(IndexedDocuments):
         super().__init__(Catalog(file, settings, config.index_budget_bytes))
         self._index = SearchIndex(self._catalog, by_words=config.retrieval != "dense")
         self._places: dict[tuple[str, str], Sequence[ChunkPlace]] = {}  # by document and version
-        self._closed = False
 
     def add(
         self, documents: Iterable[Document | Mapping[str, object]], on_progress: Callable[[int, int], None] | None = None
@@ -164,12 +161,7 @@ class Retriever(IndexedDocuments):
             RetrieverError: the directory cannot be written.
         """
         with self._lock:
-            change = self._catalog.put(embedded, expected)
-            self._follow(change, embedded)
-        return change.replaced
-
-    def _follow(self, change: Change, embedded: Sequence[EmbeddedDocument]) -> None:
-        self._index.apply(change, embedded)
+            return self._catalog.put(embedded, expected)
 
     @property
     def chunk_count(self) -> int:
@@ -227,14 +219,8 @@ class Retriever(IndexedDocuments):
     def close(self) -> None:
         """Close catalog and indexes; a second call does nothing."""
         with self._lock:
-            self._closed = True
             self._catalog.close()
             self._index.close()
-
-    def __del__(self) -> None:
-        if not getattr(self, "_closed", True):
-            warnings.warn(f"unclosed {type(self).__name__} on {self.config.directory or 'RAM'}", ResourceWarning, stacklevel=1)
-            self.close()
 
     def _embedded_texts(self, document: Document, chunks: Sequence[Chunk]) -> Iterator[str]:
         """Texts to embed and to search for chunks (`found_texts`).

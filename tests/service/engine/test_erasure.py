@@ -85,7 +85,7 @@ def test_rows_that_sqlite_has_moved(tmp_path: Path) -> None:
             live[id_] = [id_.encode(), title[:12].encode(), document.text[:11].encode()]
         else:
             id_ = rng.choice(list(live))
-            catalog.remove(id_)
+            catalog.delete(id_)
             gone += live.pop(id_)
     truncate_log(catalog._db)
     assert files_with(tmp_path, gone), "the case is not met any more: choose another seed"
