@@ -40,7 +40,7 @@ from .config import ConnectorConfig
 from .cpu_attention import CpuAttention
 from .runner import VllmRunner
 from .scheduler import TOKENS, BlendJob, BlendScheduler
-from .worker import BlendWorker, Pages, PageSink, Report
+from .worker import BlendWorker, PageSink, Report
 
 logger = logging.getLogger(__name__)
 CHECKED_TOKENS = 96  # of the prompt that is compared at start-up
@@ -202,15 +202,14 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
             os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
         store = KVStore(self._config.store_config(runner.ranks))
         try:
-            pages = Pages(runner, self._block_size)
             fusor = Fusor.from_runner(runner, naming.model)
             runner.cpu_attention = CpuAttention.of(worker, runner.attentions)
             with set_forward_context(None, self._vllm_config):
-                check_against_engine(worker, fusor, pages)
+                check_against_engine(worker, fusor, runner)
             controller = find_controller(self._config.engine, fusor)
             prefix_tokens = self._config.prefix_tokens(runner.geometry, runner.ranks)
             return_freed_memory()  # of the checks and trials, which need more than vLLM's own steps
-            self._worker = BlendWorker(fusor, naming, store, pages, runner, prefix_tokens, controller)
+            self._worker = BlendWorker(fusor, naming, store, runner, self._block_size, prefix_tokens, controller)
         except BaseException:
             store.close()
             raise
@@ -274,7 +273,7 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         return BlendMetrics(*args)
 
 
-def check_against_engine(worker: Any, fusor: Fusor, pages: Pages) -> None:
+def check_against_engine(worker: Any, fusor: Fusor, ranks: VllmRunner) -> None:
     """Compare the next token's likeliest log probabilities after a prompt of random tokens.
 
     The engine prefills all but its last token by itself; then those are blended into the pages at ratio 1.0 and, with a first
@@ -289,7 +288,8 @@ def check_against_engine(worker: Any, fusor: Fusor, pages: Pages) -> None:
     generator = torch.Generator().manual_seed(0)
     ids: list[int] = torch.randint(fusor.runner.vocab_size, (tokens,), generator=generator).tolist()
     (group,) = runner.kv_cache_config.kv_cache_groups
-    block_ids = list(range(1, 2 + tokens // int(group.kv_cache_spec.block_size)))  # block 0 is vLLM's null block
+    size = int(group.kv_cache_spec.block_size)
+    block_ids = list(range(1, 2 + tokens // size))  # block 0 is vLLM's null block
     name = type(runner.get_model()).__name__
     try:
         with _without_graphs(runner.cudagraph_dispatcher):
@@ -299,7 +299,7 @@ def check_against_engine(worker: Any, fusor: Fusor, pages: Pages) -> None:
             prefix, chunk, suffix = ids[:8], ids[8:half], ids[half:]
             stored = Segment(chunk, fusor.precompute(chunk, prefix))  # after the very tokens that stand before it
             for ratio in (1.0, 0.0):
-                config, sink = FusionConfig(recompute_ratio=ratio), PageSink(pages, block_ids, 0, tokens)
+                config, sink = FusionConfig(recompute_ratio=ratio), PageSink(ranks, size, block_ids, 0, tokens)
                 for _ in fusor.fuse_steps([Segment(prefix), stored, Segment(suffix)], config, sink=sink):
                     pass
                 blended = _run(worker, ids, tokens - 1, block_ids)

@@ -6,7 +6,6 @@ It imports nothing of vLLM. Shapes: H KV heads, T tokens handed over, D head siz
 from __future__ import annotations
 
 import logging
-import time
 from collections import OrderedDict, deque
 from collections.abc import Collection, Generator, Iterable, Sequence
 from concurrent.futures import Future, wait
@@ -43,36 +42,29 @@ MIN_PREFIX_TOKENS = 64
 Report = dict[str, Any]
 
 
-class Pages:
-    """vLLM's paged KV cache, written by `VllmRunner.write_pages`, which knows each layer's layout and scales."""
-
-    def __init__(self, runner: VllmRunner, block_size: int) -> None:
-        self._runner, self._block_size = runner, block_size
-
-    def write(self, layer: int, k_THD: torch.Tensor, v_THD: torch.Tensor, block_ids: Sequence[int], start: int) -> None:
-        """Write rotated keys and values to the positions from `start` on of the request that has these blocks."""
-        positions_T = torch.arange(start, start + len(k_THD))
-        blocks_T = torch.tensor(block_ids)[positions_T // self._block_size]
-        slots_T = (blocks_T * self._block_size + positions_T % self._block_size).to(k_THD.device)
-        if k_THD.device.type != "cpu":  # where backends read heads that stand side by side
-            k_THD, v_THD = k_THD.contiguous(), v_THD.contiguous()
-        self._runner.write_pages(layer, k_THD, v_THD, slots_T)
-
-
 @dataclass(slots=True)
 class PageSink:
-    """Writes each finished layer of a prompt of `tokens` to its pages, from `start` on and but for the last token."""
+    """Writes each finished layer of a prompt of `tokens` to vLLM's paged KV cache, from `start` on and but for the last token.
 
-    pages: Pages
+    The runner knows each layer's layout and scales; `block_ids` are of the prompt's pages, of `block_size` tokens each.
+    """
+
+    runner: VllmRunner
+    block_size: int
     block_ids: Sequence[int]
     start: int
     tokens: int
 
     def put(self, layer: int, layer_kv: LayerKV) -> None:
         """See `LayerSink`."""
+        positions_T = torch.arange(self.start, self.tokens - 1)
         handed_over = slice(self.start, self.tokens - 1)
         k_THD, v_THD = (x_1HND[0, :, handed_over].transpose(0, 1) for x_1HND in (layer_kv.k_1HND, layer_kv.v_1HND))
-        self.pages.write(layer, k_THD, v_THD, self.block_ids, self.start)
+        blocks_T = torch.tensor(self.block_ids)[positions_T // self.block_size]
+        slots_T = (blocks_T * self.block_size + positions_T % self.block_size).to(k_THD.device)
+        if k_THD.device.type != "cpu":  # where backends read heads that stand side by side
+            k_THD, v_THD = k_THD.contiguous(), v_THD.contiguous()
+        self.runner.write_pages(layer, k_THD, v_THD, slots_T)
 
 
 class BlendWorker:
@@ -82,7 +74,7 @@ class BlendWorker:
     layer, and have read all KV by then, so that none waits for another in the middle.
 
     Args:
-        ranks: this process among those that hold the model.
+        ranks: this process among those that hold the model, which writes the pages of `block_size` tokens.
         prefix_tokens: how many tokens' KV is held of what prompts begin with.
         controller: picks the ratio of requests that name none; None for their least one. Ranks ask none: they have read all KV
             before the first layer, so there is no loading to hide behind.
@@ -93,12 +85,12 @@ class BlendWorker:
         fusor: Fusor,
         naming: ChunkNaming,
         store: KVStore,
-        pages: Pages,
         ranks: VllmRunner,
+        block_size: int,
         prefix_tokens: int,
         controller: LoadingController | None = None,
     ) -> None:
-        self._fusor, self._naming, self._store, self._pages, self._ranks = fusor, naming, store, pages, ranks
+        self._fusor, self._naming, self._store, self._ranks, self._block_size = fusor, naming, store, ranks, block_size
         self._prefix_tokens, self._controller = prefix_tokens, controller if ranks.ranks == 1 else None
         # Prompts whose chunks' KV may come from the remote tier first, and what fetches it: the first rank, for all.
         self._fetches: deque[tuple[BlendJob, Future[int] | None]] = deque()
@@ -194,7 +186,7 @@ class BlendWorker:
         return (yield from self._blend_once(job))
 
     def _blend_once(self, job: BlendJob) -> Generator[int, None, Report]:
-        started, prompt, geometry = time.perf_counter(), job.prompt, self._fusor.runner.geometry
+        prompt, geometry = job.prompt, self._fusor.runner.geometry
         with ExitStack() as held:
             # 1. Look up the chunks; all ranks go on with the same hits. Compute the prefix, or look it up.
             stored, source = self._find(prompt, held)
@@ -211,7 +203,7 @@ class BlendWorker:
             # 3. Blend it, each finished layer straight into the pages.
             segments = [Segment(segment.token_ids, segment.kv, segment.exact) for segment in plan.segments]
             config = FusionConfig(recompute_ratio=plan.ratio)
-            sink = PageSink(self._pages, job.block_ids, job.start, len(prompt))
+            sink = PageSink(self._ranks, self._block_size, job.block_ids, job.start, len(prompt))
             steps = held.enter_context(closing(self._fusor.fuse_steps(segments, config, source, sink)))
             for layer in steps:
                 yield _rows(layer, len(prompt))
@@ -222,7 +214,7 @@ class BlendWorker:
             on_cpu = geometry.device.type == "cpu"  # a GPU computes while the host waits
             self._controller.record(plan.predicted, load_s=source.load_s, compute_s=computed_s if on_cpu else None)
         self._miss(plan.misses)
-        return _report(prompt, stored, blended, time.perf_counter() - started)
+        return _report(prompt, stored, blended)
 
     def _find(self, prompt: PromptTokens, held: ExitStack) -> tuple[list[KVHandle | None], LayerSource]:
         """The stored KV of each chunk, None for a miss, and what brings it; with ranks, this one's heads, in memory."""
@@ -338,7 +330,7 @@ class BlendWorker:
             return [False] * len(keys)
 
 
-def _report(prompt: PromptTokens, stored: Sequence[KVHandle | None], blended: FusionResult, blend_s: float) -> Report:
+def _report(prompt: PromptTokens, stored: Sequence[KVHandle | None], blended: FusionResult) -> Report:
     """A request's report of its blend, for the answer."""
     hits = [len(kv.token_ids) for kv in stored if kv is not None]
     later = blended.recomputed[1:] or blended.recomputed
@@ -350,8 +342,6 @@ def _report(prompt: PromptTokens, stored: Sequence[KVHandle | None], blended: Fu
         "missed_tokens": sum(len(chunk.token_ids) for chunk in prompt.chunks if chunk.key is not None) - sum(hits),
         "recomputed_tokens": round(sum(map(len, later)) / len(later)),
         "recompute_ratio": round(blended.recomputed_ratio, 4),
-        "wait_s": round(blended.wait_s, 4),
-        "blend_s": round(blend_s, 4),
     }
 
 

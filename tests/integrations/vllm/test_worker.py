@@ -38,6 +38,7 @@ class Ranks:
 
     def __init__(self, ranks: int = 1) -> None:
         self.ranks, self.together = ranks, list[int]()
+        self.pages: dict[int, torch.Tensor] = {}  # keys that were written, by layer
 
     def agree(self, flags: Sequence[bool]) -> list[bool]:
         self.together.append(len(flags))
@@ -50,12 +51,8 @@ class Ranks:
         self.together.append(-1)
         return pair
 
-
-class WrittenPages(dict[int, torch.Tensor]):
-    """Keys that were written, by layer."""
-
-    def write(self, layer: int, k_THD: torch.Tensor, v_THD: torch.Tensor, block_ids: Sequence[int], start: int) -> None:
-        self[layer] = k_THD.clone()
+    def write_pages(self, layer: int, k_THD: torch.Tensor, v_THD: torch.Tensor, slots_T: torch.Tensor) -> None:
+        self.pages[layer] = k_THD.clone()
 
 
 class Machine:
@@ -65,8 +62,9 @@ class Machine:
         fusor = Fusor(tiny_model("llama"))
         self.keys = ChunkNaming((1,), ChunkContext(), fusor.fingerprint, "raw")
         self.store = KVStore(StoreConfig(directory=folder, remote=remote, remote_timeout_s=5))
-        self.pages, self.ranks = WrittenPages(), Ranks(ranks)
-        self.worker = BlendWorker(fusor, self.keys, self.store, self.pages, self.ranks, prefix_tokens)
+        self.ranks = Ranks(ranks)
+        self.pages = self.ranks.pages
+        self.worker = BlendWorker(fusor, self.keys, self.store, self.ranks, 128, prefix_tokens)
         self.steps = 0
 
     def blend(self, prefix: Sequence[int] = (), rows: int = 100, ratio: float = 0.15) -> dict[str, Any]:
