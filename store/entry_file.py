@@ -229,16 +229,13 @@ def _write(fd: int, data: memoryview) -> None:
 
 
 def make_direct(fd: int) -> None:
-    """Have writes of a descriptor pass the page cache by; an `OSError` where that does not exist."""
-    if not hasattr(os, "O_DIRECT"):  # macOS, for one
-        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+    """Have writes of a descriptor pass the page cache by, but on macOS; an `OSError` where the file system has none that do."""
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | getattr(os, "O_DIRECT", 0))
 
 
 def leave_direct(fd: int) -> bool:
     """Go through the page cache from now on: after a write that was cut short, or with larger blocks; False if so before."""
-    if not hasattr(os, "O_DIRECT"):
-        return False
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-    return bool(flags & os.O_DIRECT)
+    direct: int = getattr(os, "O_DIRECT", 0)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~direct)
+    return bool(flags & direct)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
-from cacheblend.base.errors import ConfigError, StoreError
+from cacheblend.base.errors import StoreError
 
 from .chunk import PlainKV, check_shape, length_prefixed
 from .codecs import LayerPair
@@ -190,14 +190,9 @@ class PrefixBlocks:
 
     Args:
         windows: each layer's sliding window; None for full attention.
-
-    Raises:
-        ConfigError: a budget that is not above 0.
     """
 
     def __init__(self, budget_bytes: int, windows: Sequence[int | None]) -> None:
-        if budget_bytes <= 0:
-            raise ConfigError("budget_bytes", budget_bytes, "give a number of bytes above 0")
         self.budget_bytes, self._windows = budget_bytes, tuple(windows)
         self._layers = {window: [at for at, other in enumerate(windows) if other == window] for window in windows}
         self._lock = threading.Lock()

@@ -21,7 +21,7 @@ from letters import (
     tokens_of,
 )
 
-from cacheblend.base.errors import ConfigError, InputError, StoreError
+from cacheblend.base.errors import InputError, StoreError
 from cacheblend.store.chunk import host_bytes
 from cacheblend.store.prefix_blocks import BLOCK_TOKENS, BlockChain
 
@@ -108,13 +108,6 @@ def test_views_are_not_kept() -> None:
         assert all(x_HTD.all() for x_HTD in run.read_layer(1))
         with pytest.raises(InputError, match="the memory for it"):
             run.read_layer_into(0, host_bytes(torch.empty(2, HEADS, BLOCK_TOKENS + 1, HEAD_DIM)))
-
-
-@pytest.mark.parametrize("budget_bytes", [0, -1])
-def test_bad_budget(budget_bytes: int) -> None:
-    """A budget that holds nothing is refused."""
-    with pytest.raises(ConfigError, match="budget_bytes"):
-        make(budget_bytes=budget_bytes)
 
 
 def digests(*token_ids: list[int], model: str = "model", namespace: str = "") -> list[bytes]:
