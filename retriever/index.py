@@ -183,8 +183,8 @@ class WordIndex:
         """Free the memory; a second call does nothing."""
         self._db.close()
 
-    def update(self, removed: Iterable[int] | None, added: Iterable[tuple[int, str, str, str]]) -> None:
-        """Remove the words of these ids, or all for None, and add others.
+    def update(self, removed: Iterable[int], added: Iterable[tuple[int, str, str, str]]) -> None:
+        """Remove the words of some chunks, and add others'.
 
         Args:
             removed: index ids.
@@ -192,10 +192,7 @@ class WordIndex:
         """
         self._db.execute("BEGIN")
         with self._db:  # commits or rolls back
-            if removed is None:
-                self._db.execute("DELETE FROM words")
-            else:
-                self._db.executemany("DELETE FROM words WHERE rowid = ?", ((id_,) for id_ in removed))
+            self._db.executemany("DELETE FROM words WHERE rowid = ?", ((id_,) for id_ in removed))
             for (document_id, title), group in groupby(added, key=itemgetter(1, 2)):
                 of_document = list(group)
                 texts = found_texts(document_id, title, [text for *_, text in of_document])
@@ -243,16 +240,18 @@ class SearchIndex:
             RetrieverError: the catalog cannot be read.
         """
         if self._generation != (generation := self._catalog.generation):
-            shown, self._shown = self._shown, set()  # should this fail half-way, they are built anew
-            dimensions, ids = self._catalog.dimensions, set(self._catalog.chunk_ids())
-            if not shown or self._vectors is None or self._vectors.dimensions != dimensions:
-                shown, self._vectors = set(), None if dimensions is None else VectorIndex(dimensions)
-            gone, last = shown - ids, max(shown, default=0)  # no id is used twice, so new ones are beyond the last
-            if self._vectors is not None:
-                self._vectors.remove(gone)
-                self._vectors.add(*self._catalog.vectors(last))
+            dimensions = self._catalog.dimensions
+            ids = set(self._catalog.chunk_ids())
+            gone = self._shown - ids
+            last = max(self._shown, default=0)  # no id is used twice: new ones are beyond it
+            vectors = self._catalog.vectors(last)
             if self.words is not None:
-                self.words.update(gone if shown else None, self._catalog.texts(last))
+                self.words.update(gone, self._catalog.texts(last))  # all or nothing, and after it nothing fails
+            if dimensions is not None:
+                if self._vectors is None or self._vectors.dimensions != dimensions:
+                    self._vectors = VectorIndex(dimensions)
+                self._vectors.remove(gone)
+                self._vectors.add(*vectors)
             self._shown, self._generation = ids, generation
         return self._vectors
 

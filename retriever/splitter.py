@@ -181,12 +181,8 @@ class Splitter:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | Tokenizer, config: RetrieverConfig) -> None:
         self.config = config
         self._tokenizer = PlainTokenizer(tokenizer)
+        self.fingerprint = self._tokenizer.fingerprint  # chunks of another tokenizer do not fit
         self._separator_tokens = len(self._tokenizer.ids(SEPARATOR))
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the tokenizer's definition; chunks of another tokenizer do not fit."""
-        return self._tokenizer.fingerprint
 
     def beginning(self, text: str, max_tokens: int) -> str:
         """The first tokens of a text, as text."""

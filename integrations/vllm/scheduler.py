@@ -54,11 +54,9 @@ class Marks:
         if not isinstance(chunks, list | tuple) or not all(_is_span(chunk) for chunk in chunks):
             raise InputError("chunks: give a list of [start, stop] token positions")
         spans = tuple((int(start), int(stop)) for start, stop in chunks)
-        borders = [border for span in spans for border in span]
+        borders = [0, *(border for span in spans for border in span), prompt_tokens]
         if any(last < first for first, last in pairwise(borders)) or any(start == stop for start, stop in spans):
-            raise InputError("chunks: spans must be in order, without overlap, and none may be empty")
-        if borders and (borders[0] < 0 or borders[-1] > prompt_tokens):
-            raise InputError(f"chunks: spans must lie within the prompt's {prompt_tokens} tokens")
+            raise InputError(f"chunks: give spans in order, without overlap, not empty, within the prompt's {prompt_tokens} tokens")
         if ratio is not None and not (is_number(ratio) and 0 <= ratio <= 1):
             raise InputError(f"ratio={ratio!r}: give a number from 0 to 1")
         if documents and (len(documents) != len(spans) or not all(type(document) is int for document in documents)):
