@@ -200,7 +200,7 @@ class SentenceTransformerEmbedder:
         return self._model
 
     def _load(self) -> SentenceTransformer:
-        """A folder, or a model of the hub, from the cache if it is there; the default one from the offline package if installed."""
+        """A folder, or a model of the hub, first from the cache; the default one from the offline package if that is there."""
         from sentence_transformers import SentenceTransformer  # here, because it takes seconds to import
 
         folder = offline_model_dir() if self.name == DEFAULT_EMBEDDER else None

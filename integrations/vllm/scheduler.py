@@ -56,7 +56,7 @@ class Marks:
         spans = tuple((int(start), int(stop)) for start, stop in chunks)
         borders = [0, *(border for span in spans for border in span), prompt_tokens]
         if any(last < first for first, last in pairwise(borders)) or any(start == stop for start, stop in spans):
-            raise InputError(f"chunks: give spans in order, without overlap, not empty, within the prompt's {prompt_tokens} tokens")
+            raise InputError(f"chunks: give spans in order, without overlap, none empty, within the {prompt_tokens} tokens")
         if ratio is not None and not (is_number(ratio) and 0 <= ratio <= 1):
             raise InputError(f"ratio={ratio!r}: give a number from 0 to 1")
         if documents and (len(documents) != len(spans) or not all(type(document) is int for document in documents)):
