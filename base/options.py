@@ -18,7 +18,6 @@ VARIABLES = "CACHEBLEND_"  # the beginning of each option's variable
 _SCALARS = (bool, int, float, str)
 # Options that are gone, and what took their place.
 GONE_OPTIONS: dict[str, str] = {
-    "direct_reads": "nothing: KV is read through the page cache, which the system keeps within free memory",
     "remote_ttl_s": "nothing: Redis evicts by its own maxmemory-policy",
     "separator": "nothing: passages are found, and chats have documents",
     "reranker": "nothing: documents= takes what a pipeline of yours has ordered",

@@ -31,7 +31,8 @@ class StoreConfig:
         remote_tenant: two tenants have no object in common.
 
     Raises:
-        ConfigError: an empty directory name, a number of bytes that is not a positive integer, or an unknown tier.
+        ConfigError: an empty directory name, a number of bytes that is not a positive integer, or an unknown tier; by the
+            store, direct reads on a file system without them.
     """
 
     directory: str | os.PathLike[str] = "cacheblend-store/kv"
@@ -41,6 +42,7 @@ class StoreConfig:
     )
     cache_budgets: Mapping[str, int] = field(default_factory=dict)
     write_queue_bytes: int = 512 * MIB
+    direct_reads: bool = option(False, "Read KV past the page cache, for a store larger than RAM.")
     remote: str | None = option(
         None,
         f"URL of a tier that machines share, of {SCHEMES}: rediss://host:6379 (TLS), s3://bucket/prefix, "

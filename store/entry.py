@@ -6,6 +6,7 @@ Shapes: H KV heads, T tokens, D head size.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -20,18 +21,26 @@ from cacheblend.base.memory import HUGE_PAGE_BYTES, BufferPool, Bytes
 from .chunk import ChunkKey, ChunkKV, host_bytes
 from .codecs import CODECS, EncodedShape, LayerPair, LayerShape
 
-BLOCK_BYTES = 4096  # of direct writes: offset, length and memory are multiples of it
+BLOCK_BYTES = 4096  # of direct reads and writes: offset, length and memory are multiples of it
 PIECE_BYTES = 8 * 2**20  # of memory; a larger entry lies in several pieces, which others can use again
 PIECES = BufferPool(128 * 2**20, slack=9 / 8)  # what a piece's memory has too much, no budget counts
+_mine = threading.local()
 
 
-def aligned_blocks(count: int) -> Bytes:
-    """Memory that begins on a block, of full blocks for `count` bytes, padded with zeros."""
+def aligned_blocks(count: int, *, reuse: bool = False) -> Bytes:
+    """Memory that begins on a block, of full blocks for `count` bytes, padded with zeros.
+
+    With `reuse` it is this thread's, and is overwritten by its next use.
+    """
     size = -(-count // BLOCK_BYTES) * BLOCK_BYTES
-    raw = host_bytes(torch.empty(size + BLOCK_BYTES, dtype=torch.uint8, device="cpu"))
-    blocks = raw[-raw.ctypes.data % BLOCK_BYTES :][:size]
-    blocks[count:] = 0
-    return blocks
+    blocks: Bytes | None = getattr(_mine, "blocks", None) if reuse else None
+    if blocks is None or len(blocks) < size:
+        raw = host_bytes(torch.empty(size + BLOCK_BYTES, dtype=torch.uint8, device="cpu"))
+        blocks = raw[-raw.ctypes.data % BLOCK_BYTES :][:size]
+        if reuse:
+            _mine.blocks = blocks
+    blocks[count:size] = 0
+    return blocks[:size]
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class KVStore:
         self._caches: tuple[CacheTier, ...] = tuple(CACHE_TIERS[name](budget, self._pins) for name, budget in budgets.items())
         self._remote = self._open_remote()  # connects at its first use
         folder = StoreFolder(Path(config.directory))
-        self._nvme = NvmeTier(folder, config.nvme_budget_bytes, self._pins)
+        self._nvme = NvmeTier(folder, config.nvme_budget_bytes, self._pins, direct_reads=config.direct_reads)
         self._tiers: tuple[KVTier, ...] = (*self._caches, self._nvme)
         self._queue = WriteQueue(config.write_queue_bytes)
         self._counting = threading.Lock()

@@ -351,6 +351,10 @@ class StoreStats:
     remote: RemoteStats | None = None  # None if there is no remote tier
 
     @property
+    def ram(self) -> TierStats:
+        return self.tiers[RAM]
+
+    @property
     def nvme(self) -> TierStats:
         """Entries on NVMe, whichever process wrote them."""
         return self.tiers[NVME]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from cacheblend.service.engine.engine import Engine
 
 OF_ANSWERS = ("preset", "max_tokens", "recompute_ratio", "selector", "min_score")
-OF_READING = ("prefix_budget_bytes", "ram_budget_bytes")
+OF_READING = ("prefix_budget_bytes", "ram_budget_bytes", "direct_reads")
 NAMED = 10  # skipped files of each reason
 ASK_FROM_BYTES = 2 * GIB
 Fields = Annotated[

@@ -114,7 +114,7 @@ def test_one_of_a_group_cannot_be_written(open_store, monkeypatch, caplog) -> No
         writes[1].result()
     assert f"{bad} was not written: no room for this one" in caplog.text
     stats = store.stats()
-    assert (stats.failed_writes, stats.pending_writes, stats.nvme.entries, stats.tiers["ram"].entries) == (1, 0, 2, 2)
+    assert (stats.failed_writes, stats.pending_writes, stats.nvme.entries, stats.ram.entries) == (1, 0, 2, 2)
     assert [store.get(key) is not None for key, _ in PAIRS[:3]] == [True, False, True]
     assert store.put(*PAIRS[1], flush=False).result()
     assert same(store.get(PAIRS[1][0]), PAIRS[1][1])

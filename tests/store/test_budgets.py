@@ -28,13 +28,13 @@ def test_ram_drops_the_least_recently_used_copy(open_store) -> None:
     store = put_all(open_store(ram_budget_bytes=2 * RAM_BYTES), PAIRS[:2])
     store.get(KEYS[0])
     store.put(*PAIRS[2])
-    assert store.stats().tiers["ram"].entries == 2
-    assert store.stats().tiers["ram"].evictions == 1
+    assert store.stats().ram.entries == 2
+    assert store.stats().ram.evictions == 1
     assert [tier_of(store, seed) for seed in (0, 2)] == ["ram", "ram"]
     assert same(store.get(KEYS[1]), PAIRS[1][1])
     assert store.stats().nvme.hits == 1
     assert tier_of(store, 1) == "ram"
-    assert store.stats().tiers["ram"].bytes == 2 * RAM_BYTES
+    assert store.stats().ram.bytes == 2 * RAM_BYTES
 
 
 def test_pinned_on_nvme_is_copied_to_ram_afterwards(open_store) -> None:
@@ -43,7 +43,7 @@ def test_pinned_on_nvme_is_copied_to_ram_afterwards(open_store) -> None:
     store = open_store(ram_budget_bytes=RAM_BYTES)
     with store.pin([KEYS[0]]) as (placement,):
         assert placement.tier == "nvme"
-    wait_until(lambda: store.stats().tiers["ram"].entries == 1)
+    wait_until(lambda: store.stats().ram.entries == 1)
     assert tier_of(store, 0) == "ram"
 
 
@@ -54,7 +54,7 @@ def test_a_full_ram_takes_what_is_read_again(open_store) -> None:
         assert tier_of(store, place) == "nvme"
     assert tier_of(store, 2) == "ram"
     assert tier_of(store, 1) == "nvme"
-    wait_until(lambda: store.stats().tiers["ram"].evictions == 3)
+    wait_until(lambda: store.stats().ram.evictions == 3)
     assert tier_of(store, 1) == "ram"
 
 

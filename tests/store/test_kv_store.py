@@ -21,13 +21,13 @@ def test_round_trip(open_store, dtype: torch.dtype) -> None:
     with open_store() as store:
         store.put(key, kv)
         assert same(store.get(key), kv)
-        assert store.stats().tiers["ram"].hits == 1
+        assert store.stats().ram.hits == 1
     with open_store() as store:
         assert key in store
         assert same(store.get(key), kv)
         assert store.stats().nvme.hits == 1
         assert same(store.get(key), kv)
-        assert store.stats().tiers["ram"].hits == 1
+        assert store.stats().ram.hits == 1
 
 
 def test_miss(open_store) -> None:

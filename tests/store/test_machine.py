@@ -183,7 +183,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert (found[name].chunks, found[name].stored_bytes) == (len(chunks), len(stored) * FILE_BYTES)
         stats = self.store.stats()
         assert stats.nvme.bytes == len(self.used) * FILE_BYTES <= NVME_ENTRIES * FILE_BYTES
-        assert stats.tiers["ram"].bytes == stats.tiers["ram"].entries * RAM_BYTES <= RAM_ENTRIES * RAM_BYTES
+        assert stats.ram.bytes == stats.ram.entries * RAM_BYTES <= RAM_ENTRIES * RAM_BYTES
 
     def close(self) -> None:
         for stack, _ in self.pins:

@@ -110,7 +110,7 @@ def test_a_file_that_another_process_removes(open_store) -> None:
         assert torch.equal(placement.read_layer(2)[1], KV.layers[2][1])
     assert KEY not in store
     store.flush()
-    assert store.stats().tiers["ram"].entries == 0
+    assert store.stats().ram.entries == 0
     assert store.stats().damaged == 0
 
 

@@ -1,14 +1,15 @@
-"""Layers read straight to where they are needed."""
+"""Layers read straight to where they are needed, and past the page cache."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 from chunks import HEADS, TOKENS, file_of, flip_last_byte, make_chunk, same
 
-from cacheblend.base.errors import DamagedEntryError, InputError
+from cacheblend.base.errors import ConfigError, DamagedEntryError, InputError
 from cacheblend.store.chunk import host_bytes
 from cacheblend.store.entry_file import leave_direct
 
@@ -21,11 +22,12 @@ def room(layer: int, dtype: torch.dtype = torch.float32, stride: int = 3) -> tor
     return torch.full((2, kv_heads, TOKENS + stride, head_dim), torch.nan, dtype=dtype)
 
 
+@pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("tier", ["ram", "nvme"])
-def test_a_layer_comes_to_its_place(open_store, tier: str) -> None:
+def test_a_layer_comes_to_its_place(open_store, tier: str, direct: bool) -> None:
     """Every layer stands where it was asked for, bit for bit, and nothing beside it is touched."""
     open_store().put(KEY, KV)
-    with open_store(ram_budget_bytes=2**20 if tier == "ram" else 1) as store:
+    with open_store(ram_budget_bytes=2**20 if tier == "ram" else 1, direct_reads=direct) as store:
         if tier == "ram":
             store.get(KEY)
         with store.pin([KEY]) as (placement,):
@@ -38,8 +40,17 @@ def test_a_layer_comes_to_its_place(open_store, tier: str) -> None:
                     assert got[:, [0, -2, -1]].isnan().all()
 
 
+def test_direct_reads_keep_no_memory_of_others(open_store) -> None:
+    """What a direct read has given stays as it is when the thread reads on."""
+    with open_store(ram_budget_bytes=1, direct_reads=True) as store:
+        store.put(KEY, KV)
+        with store.pin([KEY]) as (placement,):
+            read = [placement.read_layer(layer) for layer in range(len(HEADS))]
+        assert same(replace(KV, layers=read), KV)
+
+
 def test_one_read_straight_into_place(open_store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer is one read call into the place itself."""
+    """A layer is one read call into the place itself; a direct one is one call of whole blocks."""
     calls: list[list[int]] = []
     preadv = os.preadv
 
@@ -55,11 +66,17 @@ def test_one_read_straight_into_place(open_store, monkeypatch: pytest.MonkeyPatc
                 calls.clear()
                 placement.read_layer_into(layer, host_bytes(room(layer))[:, :, :TOKENS])
                 assert calls == [[4 * TOKENS * head_dim] * 2 * kv_heads]
+    with open_store(ram_budget_bytes=1, direct_reads=True) as store, store.pin([KEY]) as (placement,):
+        calls.clear()
+        placement.read_layer_into(2, host_bytes(room(2))[:, :, :TOKENS])
+        ((blocks,),) = calls
+        assert blocks % 4096 == 0
 
 
-def test_damage_is_found_in_place(open_store) -> None:
+@pytest.mark.parametrize("direct", [False, True])
+def test_damage_is_found_in_place(open_store, direct: bool) -> None:
     """A flipped bit is damage on the straight way too, and the entry is a miss from then on."""
-    with open_store(ram_budget_bytes=1) as store:
+    with open_store(ram_budget_bytes=1, direct_reads=direct) as store:
         store.put(KEY, KV)
         flip_last_byte(file_of(store, KEY))
         with store.pin([KEY]) as (placement,):
@@ -79,8 +96,10 @@ def test_a_place_that_does_not_fit(open_store, layer: int, dtype: torch.dtype) -
 
 
 def test_a_system_without_o_direct(open_store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no O_DIRECT, as on macOS, writes go through the page cache."""
+    """Where there is no O_DIRECT, as on macOS, writes go through the page cache and direct reads are refused at the opening."""
     monkeypatch.delattr(os, "O_DIRECT")
+    with pytest.raises(ConfigError, match="direct_reads"):
+        open_store(direct_reads=True)
     with open_store(ram_budget_bytes=1) as store:
         store.put(KEY, KV)
         assert same(store.get(KEY), KV)

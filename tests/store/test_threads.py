@@ -38,7 +38,7 @@ def test_threads_hammering(open_store) -> None:
                     store.delete(key)
             stats = store.stats()
             assert stats.nvme.bytes <= 5 * FILE_BYTES
-            assert stats.tiers["ram"].bytes <= 2 * RAM_BYTES
+            assert stats.ram.bytes <= 2 * RAM_BYTES
 
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(hammer, range(3)))

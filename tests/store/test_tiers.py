@@ -68,7 +68,7 @@ def test_entries_are_found_in_the_fastest_tier_that_has_them(three: KVStore) -> 
     assert stats.as_dict()["remote"] == asdict(remote)
     assert (remote.entries, remote.bytes, remote.budget_bytes) == (2, 2 * RAM_BYTES, 2 * RAM_BYTES)
     assert remote.hits >= 2
-    assert (stats.tiers["ram"].entries, stats.nvme.entries, stats.misses) == (0, 3, 1)
+    assert (stats.ram.entries, stats.nvme.entries, stats.misses) == (0, 3, 1)
 
 
 def test_a_copy_goes_with_its_entry(three: KVStore, open_store) -> None:
