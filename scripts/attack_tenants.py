@@ -407,13 +407,12 @@ def fuzz(seconds: float) -> dict[str, Any]:
             with checks() as check:
 
                 @settings(max_examples=10 * few, database=None, deadline=None, suppress_health_check=list(HealthCheck))
-                @given(st.data())
-                def run(data: st.DataObject, name: str = name, check: Callable[[st.DataObject], None] = check) -> None:
-                    if time.monotonic() < until:
-                        check(data)
-                        examples[name] += 1
+                @given(data=st.data())
+                def run(check: Callable[[st.DataObject], None], name: str, data: st.DataObject) -> None:
+                    check(data)
+                    examples[name] += 1
 
-                run()
+                run(check, name)
     return {"examples": examples}
 
 
