@@ -122,9 +122,9 @@ def test_an_abandoned_stream_frees_all(engine: Engine, retriever: CacheBlendRetr
     """A stream that nobody reads to its end holds no pin, and the background work goes on."""
     stream = chain(model, retriever).stream(QUESTION)
     next(stream)
-    assert engine.foreground.running
+    assert engine.foreground._running
     stream.close()
-    assert not engine.foreground.running
+    assert not engine.foreground._running
     assert not engine.store._pins._pinned.total()
 
 

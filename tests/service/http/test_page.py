@@ -133,7 +133,7 @@ def test_stop(page: Any, address: str, server: Server) -> None:
     page.locator("#answer:not(:empty)").wait_for()
     page.get_by_role("button", name="Stop").click()
     wait_until(lambda: server.scheduler.state.decoding == 0)
-    assert b'outcome="cancelled"} 1.0' in server.metrics.text()
+    wait_until(lambda: b'outcome="cancelled"} 1.0' in server.metrics.text())
     assert page.get_by_role("alert").count() == 0
 
 
