@@ -95,7 +95,7 @@ def _parse(line: str, *, all_of_it: bool) -> None:
     values, rest, _ = found.make_parser(context).parse_args(words)
     for parameter in found.params:
         given = values.get(parameter.name)
-        given = given if isinstance(given, str | list | tuple | bool) else None  # some versions of click have a mark for nothing
+        given = given if isinstance(given, str | list | tuple | bool) else None  # else click's mark for nothing
         assert given or not parameter.required or not all_of_it, f"{line}: {parameter.name}"
         if given and given is not True and parameter.name != "config":
             parameter.process_value(context, given)
