@@ -216,7 +216,7 @@ def source_files(path: str, skipped: dict[str, str]) -> list[tuple[Path, str]]:
 
 
 def files_below(root: Path, skipped: dict[str, str]) -> list[Path]:
-    """The files below a folder, in order, without the hidden and the ignored; folders that are links are not entered.
+    """The files below a folder, in order, without the hidden and the ignored; links and stores are not entered.
 
     `skipped` receives the paths that are left out, and why: `UNLISTED` of a folder whose files are unknown.
     """
@@ -243,6 +243,8 @@ def files_below(root: Path, skipped: dict[str, str]) -> list[Path]:
         for name in list(folders):
             path = here / name
             why = "hidden" if name.startswith(".") else "a link to a folder" if path.is_symlink() else ""
+            if (path / "kv" / "store.json").is_file():
+                why = "a store"
             if why or is_ignored(path, "/"):
                 folders.remove(name)
                 skipped[f"{path}/"] = why or "ignored"

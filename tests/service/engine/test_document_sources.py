@@ -178,7 +178,7 @@ def test_encodings_are_detected(tmp_path: Path, encoding: str, text: str) -> Non
 
 
 def test_hidden_and_ignored_files(tmp_path: Path) -> None:
-    """Hidden files and what ignore files name are left out, at any depth, and said; a pattern's ids begin after its folder."""
+    """Hidden and ignored files and stores are left out, at any depth, and said; a pattern's ids begin after its folder."""
     for name in (
         "a.txt",
         ".hidden.txt",
@@ -187,6 +187,8 @@ def test_hidden_and_ignored_files(tmp_path: Path) -> None:
         "sub/keep.log",
         "sub/drop.log",
         "sub/deep/x.tmp.txt",
+        "store/kv/store.json",
+        "store/settings.json",
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -196,7 +198,8 @@ def test_hidden_and_ignored_files(tmp_path: Path) -> None:
     assert [one.id for one in found] == ["a.txt", "sub/keep.log"]
     said = {Path(name).relative_to(tmp_path).as_posix(): why for name, why in report.skipped.items()}
     hidden = {".hidden.txt", ".git", ".gitignore", "sub/.cacheblendignore"}
-    assert said == dict.fromkeys(hidden, "hidden") | dict.fromkeys(("build", "sub/drop.log", "sub/deep/x.tmp.txt"), "ignored")
+    ignored = ("build", "sub/drop.log", "sub/deep/x.tmp.txt")
+    assert said == dict.fromkeys(hidden, "hidden") | dict.fromkeys(ignored, "ignored") | {"store": "a store"}
     assert ids(tmp_path / "sub" / "**" / "*.log") == ["drop.log", "keep.log"]
 
 
