@@ -28,7 +28,7 @@ from .selectors import DEFAULT_SELECTOR, SELECTORS, Schedule, SelectionStep, Sel
 if TYPE_CHECKING:
     from .attention import Turn
 
-MAX_LINKING_ROWS = 1024  # whose queries are kept: these rows run in one piece
+MAX_LINKING_ROWS = 1024  # whose queries stay in memory: these rows run in one piece
 # Rows of a check that are projected together: what they need stays near the caches.
 PROJECTED_AT_ONCE = 512
 # Positions at which the compiled rotation is compared with the model's.
@@ -117,7 +117,7 @@ class Fusion:
     Attributes:
         layers: the finished ones, where they go to the cache of the result.
         scores: attention (L, N) of the question, summed over a layer and those after it; the mask `Prompt.bridges_N`.
-        reuse_logits: float32 (V,), of full reuse; None where they are not kept or nothing is asked.
+        reuse_logits: float32 (V,), of full reuse; None where they were not asked for, or no question was run.
     """
 
     def __init__(

@@ -122,7 +122,7 @@ def convert_gguf(path: Path) -> Path:
 
 
 def conversion_price(weights: int, dtype: str) -> str:
-    """What a conversion costs, in words: disk, memory and time."""
+    """Describe the cost of a conversion: disk, memory and time."""
     size_gb, minutes = weights * getattr(torch, dtype).itemsize / 1e9, math.ceil(weights / WEIGHTS_PER_MINUTE)
     return f"{weights / 1e6:,.0f} M weights become {size_gb:.1f} GB on disk and in memory, in about {minutes} min"
 
