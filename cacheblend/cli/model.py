@@ -178,7 +178,7 @@ def stored_token_bytes(geometry: KVGeometry, codec: str, tokens: int) -> float:
 def plan(
     what: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL|PROFILE", help="A model, a config.json without weights, or a file of `cacheblend profile`."),
+        typer.Argument(metavar="MODEL|PROFILE", help="A model, a config.json, or a file of `cacheblend profile`."),
     ] = None,
     tokens: Annotated[int, typer.Option(help="Reused tokens of a request.")] = 3072,
     ratio: Annotated[float, typer.Option(help="Recompute ratio.")] = LoaderConfig().quality_ratio,
