@@ -3,12 +3,15 @@
     python scripts/bench_fusor.py                        # 6 x 512 chunk tokens + 32 question tokens, KV in RAM
     python scripts/bench_fusor.py --model smollm2-135m   # in the model's dtype
     python scripts/bench_fusor.py --chunks 12 --repeats 7
+    python scripts/bench_fusor.py --ratios 0.05 0.14 --bandwidths 0.2 0.5 2   # KV from a disk of so many GB/s as well
 
 Every round has a prompt of another length, as a server's prompts have: what is compiled for a length is not ready.
 Definitions: full prefill is the Hugging Face model's own forward (sdpa, `logits_to_keep=1`) to the first logits; blend is
 `Fusor.fuse` to the first logits, chunk KV in RAM. Medians over interleaved repeats after one warm-up each; `speedup` is
 their ratio. `ideal` is full prefill's multiply-adds over the blend's own (`cacheblend.eval.compute`): matrix products
-and exact causal attention, nothing else. The last stdout line is one JSON object.
+and exact causal attention, nothing else. A disk is simulated: the loader's reads sleep until their bytes are due, and
+then copy from RAM. `load` is the bytes over the bandwidth, and `recompute` the same blend with KV in RAM; a loading that
+hides has a TTFT of the larger one. The last stdout line is one JSON object.
 """
 
 from __future__ import annotations
@@ -17,8 +20,11 @@ import argparse
 import json
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +33,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cacheblend.blend import DEFAULT_SELECTOR, FusionConfig, FusionResult, Fusor, Segment
 from cacheblend.blend.widening import FIRST_RATIO
 from cacheblend.eval.compute import ModelCompute, compute_share
+from cacheblend.loader import LayerLoader
+from cacheblend.store import ChunkKV, KVHandle, LayerPair
+from cacheblend.store.chunk import KVPart
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 768,
@@ -40,6 +49,31 @@ SHAPE: dict[str, Any] = {
 
 
 WARM_UP = 3  # rounds in which the numbers of rows that recur are met
+
+
+class Disk:
+    """A disk of one bandwidth, whose reads come one after another."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s, self._free_at, self._lock = bytes_per_s, 0.0, threading.Lock()
+
+    def read(self, count: int) -> None:
+        """Sleep until this read and all before it are done."""
+        with self._lock:
+            self._free_at = due = max(self._free_at, time.perf_counter()) + count / self.bytes_per_s
+        time.sleep(max(0.0, due - time.perf_counter()))
+
+
+class KVOnDisk(KVPart):
+    """A chunk's KV, read no faster than a disk reads it."""
+
+    def __init__(self, kv: KVHandle, disk: Disk) -> None:
+        super().__init__(kv, 0, kv.token_ids)
+        self.tier, self.in_memory, self._disk = "nvme", False, disk
+
+    def read_layer(self, layer: int) -> LayerPair:
+        self._disk.read(self.layer_bytes(layer))
+        return super().read_layer(layer)
 
 
 def make_fusor(seed: int = 0, dtype: torch.dtype = torch.float32) -> Fusor:
@@ -73,8 +107,31 @@ def measure(calls: dict[str, Callable[[list[Segment]], FusionResult]], prompts: 
     return seconds
 
 
-def main() -> None:
-    """Measure and print."""
+def fuse_from_disk(fusor: Fusor, prompt: list[Segment], config: FusionConfig, disk: Disk) -> FusionResult:
+    """Blend with the loader, the chunks' KV on a disk."""
+    on_disk = [segment if segment.kv is None else replace(segment, kv=KVOnDisk(segment.kv, disk)) for segment in prompt]
+    with LayerLoader() as loader:
+        return fusor.fuse(on_disk, config, loader)
+
+
+def print_loading(load_s: dict[float, float], ratios: list[float], seconds: dict[str, list[float]]) -> list[dict[str, float]]:
+    """Print how much of the loading hides, by bandwidth and ratio; returns the rows."""
+    rows = []
+    print("GB/s  ratio   load  recompute  TTFT (s)  TTFT over the larger")
+    for gb_s, loaded_s in load_s.items():
+        for ratio in ratios:
+            alone_s = statistics.median(seconds[f"blend {ratio}"])
+            ttft_s = statistics.median(seconds[f"{gb_s} GB/s, {ratio}"])
+            over = ttft_s / max(loaded_s, alone_s)
+            print(f"{gb_s:<5g} {ratio:<6g} {loaded_s:.3f}      {alone_s:.3f}     {ttft_s:.3f}  {over:.2f}")
+            rows.append(
+                {"gb_s": gb_s, "ratio": ratio, "load_s": loaded_s, "recompute_s": alone_s, "ttft_s": ttft_s, "over": over}
+            )
+    return rows
+
+
+def parse_options() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="directory, GGUF file or known name; left out, random weights of the stated shape")
     parser.add_argument(
@@ -84,10 +141,16 @@ def main() -> None:
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--question-tokens", type=int, default=32)
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.05, 0.15, 0.3])
+    parser.add_argument("--bandwidths", type=float, nargs="*", default=[], help="of disks, in GB/s; left out, KV is in RAM")
     parser.add_argument("--selector", default=DEFAULT_SELECTOR)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure and print."""
+    options = parse_options()
     torch.set_num_threads(options.threads)
     if options.model:
         fusor = Fusor.from_pretrained(options.model, dtype=options.dtype)
@@ -107,8 +170,12 @@ def main() -> None:
             configs[name] = FusionConfig(recompute_ratio=FIRST_RATIO, max_loss_nats=nats)
     for name, config in configs.items():
         calls[f"blend {name}"] = lambda prompt, config=config: fusor.fuse(prompt, config)
+    disks = {gb_s: Disk(gb_s * 1e9) for gb_s in options.bandwidths}
+    for gb_s, disk in disks.items():
+        for ratio in options.ratios:
+            calls[f"{gb_s} GB/s, {ratio}"] = partial(fuse_from_disk, fusor, config=configs[str(ratio)], disk=disk)
     compute = ModelCompute.of(fusor.decoder)
-    ideal = {name: 1 / compute_share(call(counted), compute) for name, call in calls.items()}
+    ideal = {name: 1 / compute_share(call(counted), compute) for name, call in calls.items() if "GB/s" not in name}
     seconds = measure(calls, prompts)
     full_s = statistics.median(seconds["full"])
     spread = f"min {min(seconds['full']):.3f}, max {max(seconds['full']):.3f}"
@@ -128,6 +195,10 @@ def main() -> None:
             f"{full_s / blend_s:.2f} x, ideal {ideal[f'blend {name}']:.2f} x"
         )
         summary["blend"][name] = {"blend_s": blend_s, "speedup": full_s / blend_s, "ideal": ideal[f"blend {name}"]}
+    if disks:
+        stored_bytes = sum(segment.kv.nbytes for segment in counted if isinstance(segment.kv, ChunkKV))
+        load_s = {gb_s: stored_bytes / disk.bytes_per_s for gb_s, disk in disks.items()}
+        summary["loading"] = print_loading(load_s, options.ratios, seconds)
     print(json.dumps(summary))
 
 
