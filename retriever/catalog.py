@@ -203,6 +203,32 @@ class Catalog:
         self._refill()
         return replaced
 
+    def rewrite(
+        self,
+        settings: Mapping[str, str],
+        rewritten: Callable[[Sequence[Chunk], NDArray[np.float32]], tuple[Sequence[Chunk], NDArray[np.float32]]],
+    ) -> None:
+        """Write the chunks and vectors of every document anew for other settings, all or none; documents and metadata stay.
+
+        Args:
+            settings: those that change.
+            rewritten: gives what is written in place of a document's chunks and vectors (N, D); an error ends it.
+
+        Raises:
+            DamagedDocumentError: a document is not what was written.
+            RetrieverError, StoreFullError: the file cannot be written.
+        """
+        with self._write():
+            for id_ in self.ids():
+                rows = self._sql("SELECT vector FROM chunks WHERE document_id = ? ORDER BY id", (id_,))
+                chunks, vectors_ND = rewritten(self.chunks(id_), np.array([np.frombuffer(raw, "<f4") for (raw,) in rows]))
+                self._sql("DELETE FROM chunks WHERE document_id = ?", (id_,))
+                for chunk, vector_D in zip(chunks, vectors_ND, strict=True):
+                    self._insert(chunk, vector_D)
+                settings = {**settings, "dimensions": str(vectors_ND.shape[1])}
+            for key, value in settings.items():
+                self._set_meta(key, value)
+
     def delete(self, *document_ids: str) -> int:
         """Remove documents, all or none; returns how many chunks went with them. Remains in the file go by `erase`.
 
@@ -280,6 +306,7 @@ class Catalog:
         with self._errors():
             self._db.execute("BEGIN")
             try:
+                self._settle(self._settings, fix=False)  # which another process may have rewritten
                 yield
             finally:
                 self._db.execute("ROLLBACK")
@@ -468,9 +495,11 @@ class Catalog:
             if is_empty and fix:
                 self._set_meta(key, value)
             elif not is_empty and (stored := self.setting(key)) != value:
+                # A tokenizer is known by a hash, which says nothing to users.
+                of = "another model" if key == "tokenizer" else f"{key} {stored!r}, and this run has {value!r}"
                 raise RetrieverError(
-                    f"{self._where} was built with {key} {stored!r}, and this run has {value!r}; "
-                    "use the same again, or another directory and ingest the documents anew"
+                    f"{self._where} was built with {of}; use the same again, `cacheblend reindex` for another model or "
+                    "embedder, or another directory and ingest the documents anew"
                 )
 
     def _broken_structure(self) -> str:

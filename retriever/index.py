@@ -82,6 +82,8 @@ class IndexedDocuments:
         return IndexedDocuments(Catalog(directory / INDEX_FILE, {}))
 
     count = _locked(Catalog.count)
+    setting = _locked(Catalog.setting)
+    rewrite = _locked(Catalog.rewrite)
     documents = _locked(Catalog.documents)
     document = _locked(Catalog.document)
     version = _locked(Catalog.version)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -141,7 +143,7 @@ class Retriever(IndexedDocuments):
         progress = progress or Progress()
         split = ((document, self.splitter.split(document, progress.check)) for document in documents)
         for batch in in_groups(split, lambda batch: sum(len(chunks) for _, chunks in batch) >= BATCH_CHUNKS):
-            texts = [text for document, chunks in batch for text in self._embedded_texts(document, chunks)]
+            texts = [text for _, chunks in batch for text in self._embedded_texts(chunks)]
             with checked_between_batches(progress.check, progress.note_windows):
                 progress.check()
                 vectors_ND = self._embed(texts)
@@ -162,6 +164,34 @@ class Retriever(IndexedDocuments):
         """
         with self._lock:
             return self._catalog.put(embedded, expected)
+
+    def rewrite_index(self, directory: Path, check: Callable[[str, Sequence[Sequence[int]]], None], progress: Progress) -> None:
+        """Give the chunks of a directory this tokenizer's ids and, where its embedder is another, vectors, all or none.
+
+        The texts stay as they are cut, so that a chunk may have more tokens than `chunk_tokens`.
+
+        Args:
+            directory: of an index.
+            check: called with the id and all new token ids of each document; an error that it raises ends the work.
+            progress: follows the work by documents, and may end it.
+
+        Raises:
+            RetrieverError: the directory or the embedder cannot be used.
+        """
+        with IndexedDocuments.open(directory) as index:
+            settings = {"tokenizer": self.splitter.fingerprint, "embedder": self.embedder.name}
+            is_same = {name: index.setting(name) == value for name, value in settings.items()}
+            done, total = itertools.count(1), index.count()
+
+            def rewritten(chunks: Sequence[Chunk], vectors_ND: NDArray[np.float32]) -> tuple[list[Chunk], NDArray[np.float32]]:
+                progress.check()
+                new = [replace(chunk, token_ids=self.splitter.token_ids(chunk.text)) for chunk in chunks]
+                check(new[0].document_id, [chunk.token_ids for chunk in new])
+                progress.note("index", next(done), total)
+                return new, vectors_ND if is_same["embedder"] else self._embed(list(self._embedded_texts(new)))
+
+            if not all(is_same.values()):
+                index.rewrite(settings, rewritten)
 
     @property
     def chunk_count(self) -> int:
@@ -222,15 +252,15 @@ class Retriever(IndexedDocuments):
             self._catalog.close()
             self._index.close()
 
-    def _embedded_texts(self, document: Document, chunks: Sequence[Chunk]) -> Iterator[str]:
-        """Texts to embed and to search for chunks (`found_texts`).
+    def _embedded_texts(self, chunks: Sequence[Chunk]) -> Iterator[str]:
+        """Texts to embed and to search for a document's chunks (`found_texts`).
 
         Only the beginning of a long title is used, so that embedding every chunk with it costs little.
         """
         at_least, at_most = TITLE_TOKENS
         tokens = max(at_least, min(at_most, self.config.chunk_tokens // 4))
         shorten = functools.cache(lambda text: self.splitter.beginning(text, tokens))
-        return found_texts(document.id, document.title, [chunk.text for chunk in chunks], shorten)
+        return found_texts(chunks[0].document_id, chunks[0].title, [chunk.text for chunk in chunks], shorten)
 
     def _embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         vectors_ND = np.asarray(self.embedder.encode(texts), dtype=np.float32)

@@ -188,6 +188,10 @@ class Splitter:
         """The first tokens of a text, as text."""
         return next(iter(self._tokenizer.cut(text, max_tokens)), "")
 
+    def token_ids(self, text: str) -> tuple[int, ...]:
+        """The token ids of a chunk's text and its separator."""
+        return tuple(self._tokenizer.ids(text + SEPARATOR))
+
     def split(self, document: Document, check: Check = lambda: None) -> list[Chunk]:
         """Cut a document into chunks.
 
@@ -203,9 +207,9 @@ class Splitter:
         """
         content, max_tokens = document.content, self.config.chunk_tokens
         if len(content) <= SHORT_CHARACTERS * max_tokens:
-            ids = self._tokenizer.ids(content + SEPARATOR)
+            ids = self.token_ids(content)
             if self._separator_tokens < len(ids) <= max_tokens:  # one chunk, tokenised once, as a request's passage usually is
-                return [Chunk(document.id, document.version, 0, document.title, content, tuple(ids))]
+                return [Chunk(document.id, document.version, 0, document.title, content, ids)]
         check()
         table = TableHead(document.id, document.title)
         sizes = {head: len(self._tokenizer.ids(head)) for head in table.all_of(content) if len(head) <= len(content) // 2}
@@ -219,6 +223,5 @@ class Splitter:
             check()
             text = table.head + text if table.head in short and text.strip() else text
             table.follow(text)
-            token_ids = tuple(self._tokenizer.ids(text + SEPARATOR))
-            chunks.append(Chunk(document.id, document.version, position, document.title, text, token_ids))
+            chunks.append(Chunk(document.id, document.version, position, document.title, text, self.token_ids(text)))
         return chunks

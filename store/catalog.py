@@ -390,6 +390,19 @@ class DocumentTable:
         with self._nvme.exclusive():
             return self._change(lambda _: None, [key.digest for key in keys])
 
+    def drop_others(self, model: str, codec: str) -> None:
+        """Remove all KV of other models and codecs than these, and what documents have of chunks without KV; as `delete`."""
+
+        def change(transaction: sqlite3.Connection) -> None:
+            transaction.executemany("DELETE FROM document_chunks WHERE digest = ?", rows)
+            transaction.execute("DELETE FROM document_chunks WHERE digest NOT IN (SELECT digest FROM entries)")
+
+        with self._nvme.exclusive():
+            rows = self._database.rows("SELECT digest FROM entries WHERE model != ? OR codec != ?", model, codec)
+            gone = [digest for (digest,) in rows]
+            self._change(change, gone, gone)
+            self.forget_texts(())
+
     def delete(self, id_: str) -> int:
         """Forget a document, pinned or not, and remove the KV of chunks that no other document has; returns their number.
 

@@ -1,4 +1,4 @@
-"""`cacheblend ingest`: files, folders and URLs into index and store, here, on Ray or in a running vLLM."""
+"""`cacheblend ingest`, files, folders and URLs into index and store, here, on Ray or in a running vLLM; `reindex`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import replace
 from itertools import groupby
@@ -19,8 +19,9 @@ import typer
 from cacheblend.base.errors import InputError
 from cacheblend.base.options import GIB
 from cacheblend.integrations.ray import RayConfig
+from cacheblend.retriever.index import IndexedDocuments
 from cacheblend.retriever.metadata import read_metadata
-from cacheblend.service.engine.config import KV_FOLDER, EngineConfig, load_fusor, remember_settings
+from cacheblend.service.engine.config import INDEX_FOLDER, KV_FOLDER, EngineConfig, load_fusor, remember_settings
 from cacheblend.service.engine.document_sources import UNLISTED, DocumentStream, SourceReport, StreamSize, parse_json
 from cacheblend.service.engine.ingest import IngestReport, VllmConfig, upload_documents
 from cacheblend.service.engine.web_pages import WebFiles
@@ -30,7 +31,7 @@ from .model import stored_token_bytes
 from .terminal import IngestProgress, LiveLine, counted
 
 if TYPE_CHECKING:
-    from cacheblend.blend import KVGeometry
+    from cacheblend.blend import Fusor, KVGeometry
     from cacheblend.service.engine.engine import Engine
 
 OF_ANSWERS = ("preset", "max_tokens", "recompute_ratio", "selector", "min_score")
@@ -101,6 +102,40 @@ def ingest(
         raise typer.Exit(1)
 
 
+@options.accepts(EngineConfig, without=(*OF_ANSWERS, *OF_READING, "chunk_tokens"))
+def reindex(
+    model: Annotated[str, typer.Option("--model", "-m", envvar="CACHEBLEND_MODEL", help=options.MODEL_HELP)],
+    store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
+    *,
+    settings: options.Settings,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask, however much disk the KV takes.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Compute the ingested documents' KV for another model, from their texts in the index; no file is read again.
+
+    Stop a service on the store first. The index is made the new model's; a new --embedder embeds all anew. Then all KV of other
+    models and other --kv-cache-dtype is removed, and the new model's computed. An interrupted run goes on where it was. Chunks
+    stay as they were cut.
+
+    Examples:
+
+        cacheblend reindex --model ./new-model
+        cacheblend reindex --model qwen2.5-coder-0.5b --store-dir ./store --yes
+    """
+    with IndexedDocuments.open(store_dir / INDEX_FOLDER) as index:
+        documents, chunk_tokens = index.documents(), int(index.setting("chunk_tokens") or 1)
+    config = settings.make(EngineConfig, model=model, store_dir=store_dir, chunk_tokens=chunk_tokens)
+    tokens = chunk_tokens * sum(document.chunks for document in documents)  # at most, about
+    config, fusor = _load(config, lambda _: tokens, yes=yes)
+    with IngestProgress(StreamSize(len(documents))) as progress:
+        from cacheblend.service.engine.engine import Engine
+
+        with Engine(config, fusor=fusor, rewriting=progress) as engine:
+            remember_settings(config)
+            report = engine.reindex(progress)
+    terminal.print_result(report.as_dict(), _summary(report), as_json)
+
+
 def _read_fields(given: Sequence[str], *, is_here: bool) -> dict[str, Any]:
     """Metadata of options `NAME=VALUE`; a value that is JSON, such as 2024, true or ["de", "fr"], is that, and else text."""
     if given and not is_here:
@@ -153,22 +188,27 @@ def _ingest(stream: DocumentStream, config: EngineConfig, folders: Sequence[str]
         if not folders:
             raise
         size = StreamSize()  # a folder that is filled later
-    with terminal.shown_stages():
-        from cacheblend.service.engine.engine import Engine
+    config, fusor = _load(config, lambda tokenizer: size.tokens(tokenizer) if size else None, yes=yes)
+    from cacheblend.service.engine.engine import Engine
 
-        fusor = load_fusor(config)
-    if fusor.exact_reason is not None:
-        terminal.note(f"only texts and index are stored: {fusor.exact_reason}")
-    else:
-        _agree(config, fusor.decoder.geometry, size.tokens(fusor.tokenizer) if size else None, yes=yes)
-    # Nobody reads here, and memory that is used again costs less than new.
-    config = replace(config, store=replace(config.store, ram_budget_bytes=1))
     with Engine(config, fusor=fusor) as engine:
         remember_settings(config)
         with IngestProgress(size) as progress:
             report = engine.ingest_stream(stream if size != StreamSize() else (), progress)
         _prune(engine, stream, all_others=prune)
         return report + _follow(engine, folders, stream.report) if folders else report
+
+
+def _load(config: EngineConfig, tokens: Callable[[Any], int | None], *, yes: bool) -> tuple[EngineConfig, Fusor]:
+    """Load the model, and agree on the disk for the KV of so many `tokens`, found by the tokenizer."""
+    with terminal.shown_stages():
+        fusor = load_fusor(config)
+    if fusor.exact_reason is not None:
+        terminal.note(f"only texts and index are stored: {fusor.exact_reason}")
+    else:
+        _agree(config, fusor.decoder.geometry, tokens(fusor.tokenizer), yes=yes)
+    # Nobody reads here, and memory that is used again costs less than new.
+    return replace(config, store=replace(config.store, ram_budget_bytes=1)), fusor
 
 
 def _prune(engine: Engine, stream: DocumentStream, *, all_others: bool) -> None:

@@ -59,6 +59,7 @@ _HERE, _EVAL = "cacheblend.cli", "cacheblend.eval"
 COMMANDS = (
     LazyCommand("demo", f"{_EVAL}.cli_demo:demo", "Ingest documents, ask, and print the methods side by side."),
     LazyCommand("ingest", f"{_HERE}.ingest:ingest", "Split, index and precompute documents."),
+    LazyCommand("reindex", f"{_HERE}.ingest:reindex", "Compute the ingested documents' KV for another model."),
     LazyCommand("ask", f"{_HERE}.ask:ask", "Answer a question from the ingested documents' stored KV."),
     LazyCommand("explain", f"{_HERE}.explain:explain", "Show which passages are found in a request's messages, and why."),
     LazyCommand("serve", f"{_HERE}.serve:serve", "Serve the OpenAI-shaped HTTP API and the web page, until interrupted."),

@@ -138,15 +138,20 @@ class EngineConfig:
         return Path(self.store_dir) / "profiles"
 
 
+def model_name(config: EngineConfig) -> str:
+    """The model of a configuration as it is remembered: its path, or its name."""
+    model = Path(config.model).expanduser()
+    return str(model.resolve()) if model.exists() else config.model
+
+
 def remember_settings(config: EngineConfig) -> None:
     """Note beside a store what its KV is computed with, for commands that do not name it.
 
     Raises:
         OSError: it cannot be written.
     """
-    model = Path(config.model).expanduser()
     values = {name: getattr(config if hasattr(config, name) else config.retriever, name) for name in SETTINGS}
-    values["model"] = str(model.resolve()) if model.exists() else config.model
+    values["model"] = model_name(config)
     with replacing(Path(config.store_dir) / SETTINGS_FILE) as file:
         file.write(json.dumps(values).encode())
 

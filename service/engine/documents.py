@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend.base.errors import BudgetTooSmallError, CacheBlendError, DamagedDocumentError, InputError, StoreFullError
 from cacheblend.base.threads import in_groups
-from cacheblend.retriever import Retriever
+from cacheblend.retriever import Document, Retriever
 from cacheblend.retriever.document import file_of
 
 if TYPE_CHECKING:
     from cacheblend.base.threads import Progress
-    from cacheblend.retriever import Chunk, Document
+    from cacheblend.retriever import Chunk
+    from cacheblend.retriever.catalog import CatalogedDocument
     from cacheblend.retriever.document import ChunkPlace
     from cacheblend.retriever.index import IndexedDocuments
     from cacheblend.store import ChunkKey, KVStore
@@ -84,8 +85,10 @@ class Documents:
     def __init__(self, index: Retriever | IndexedDocuments, store: KVStore, encoder: DocumentEncoder | None = None) -> None:
         self._index, self._store, self._encoder = index, store, encoder
 
-    def add(self, documents: Sequence[Document], progress: Progress, *, must_stay: bool = False) -> IngestReport:
-        """Add a batch of documents, in place of those with their ids, all at once.
+    def add(
+        self, documents: Sequence[Document | CatalogedDocument], progress: Progress, *, must_stay: bool = False
+    ) -> IngestReport:
+        """Add a batch of documents, in place of those with their ids, all at once; of those of the index KV that lacks.
 
         With `must_stay` an eviction of a chunk of the batch is an error; else its KV is computed when it is asked for.
 
@@ -98,7 +101,7 @@ class Documents:
         started = time.perf_counter()
         # 1. Split and embed. Nothing is written before all KV is there: who gives up leaves the documents as they were.
         versions = {document.id: index.version(document.id) for document in documents}
-        changed = index.changed(documents)
+        changed = index.changed(one for one in documents if isinstance(one, Document))
         index.check_room(changed)
         batch = encoder.split(documents, changed, progress)
         try:

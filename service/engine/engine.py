@@ -16,15 +16,16 @@ from types import TracebackType
 from typing import Any, Self
 
 from cacheblend.base.errors import InputError
-from cacheblend.base.threads import Check, Progress
+from cacheblend.base.threads import Check, Progress, in_groups
 from cacheblend.blend import Fusor
 from cacheblend.loader import LoadingController
 from cacheblend.retriever import Chunk, Document, Embedder, Retriever, ScoredChunk, checked_between_batches, in_reading_order
+from cacheblend.retriever.catalog import CatalogedDocument
 from cacheblend.store import KVStore
 
 from .background_precompute import BackgroundPrecompute, Foreground
 from .chunk_context import ChunkContexts, ChunkEncoder
-from .config import SETTINGS_FILE, EngineConfig, load_fusor, remember_settings
+from .config import INDEX_FOLDER, SETTINGS_FILE, EngineConfig, load_fusor, model_name, remember_settings, remembered_settings
 from .decoding import Piece
 from .documents import Documents
 from .ingest import BATCH_DOCUMENTS, DocumentEncoder, IngestReport, batches
@@ -35,6 +36,7 @@ from .prompt import PromptChunk, PromptRenderer, PromptTokens, check_characters
 from .request import Answer, Done, Request, RequestOptions, namespace_of
 
 logger = logging.getLogger(__name__)
+REINDEXED_CHUNKS = 256  # of a batch
 
 
 class Engine:
@@ -44,6 +46,8 @@ class Engine:
         config: model, directory, settings; what it leaves open its preset and the store's calibration settle, see `calibrated`.
         fusor: in place of the model that the config names.
         embedder: in place of the embedder that the config names.
+        rewriting: has an index of another tokenizer or embedder made this engine's before it is opened, and follows that; the
+            documents stay. `reindex` then computes their KV.
         foreground: of another engine, where both share `fusor`: the background work of both gives way to the requests of both.
 
     Raises:
@@ -58,6 +62,7 @@ class Engine:
         *,
         fusor: Fusor | None = None,
         embedder: Embedder | None = None,
+        rewriting: Progress | None = None,
         foreground: Foreground | None = None,
     ) -> None:
         self._closed = True  # until there is something to close
@@ -70,8 +75,16 @@ class Engine:
         self.config = config = replace(config, fusion=replace(config.fusion, recompute_ratio=config.recompute_ratio))
         self._encoder = encoder = ChunkEncoder.of(self.fusor, self.prompts.prefix, config)
         logger.info("opening the store %s", config.store_dir, extra={"stage": "opening the store"})
+        name = model_name(config)
+        found = remembered_settings(Path(config.store_dir)).get("model", name)
         with ExitStack() as opened:
             self.store = opened.enter_context(KVStore(config.store_config()))
+            if rewriting is not None:
+                with Retriever(config.retriever, tokenizer, embedder) as of_none:
+                    of_none.rewrite_index(Path(config.store_dir) / INDEX_FOLDER, encoder.check_lengths, rewriting)
+            elif found != name:
+                remedy = f"`cacheblend reindex --model {name}` computes their KV for this one"
+                logger.warning("the documents in %s were ingested for %s; %s", config.store_dir, found, remedy)
             self.retriever = opened.enter_context(Retriever(config.retriever_config(), tokenizer, embedder))
             self._contexts = ChunkContexts(encoder.context, self.retriever)
             self.foreground = foreground or Foreground()
@@ -140,9 +153,24 @@ class Engine:
                 below the corpus is no error: the report counts what was evicted, and a warning is logged.
         """
         self._check_open()
+        return self._add(batches(map(Document.of, documents), batch_documents), progress)
+
+    def reindex(self, progress: Progress | None = None) -> IngestReport:
+        """Compute the KV of all documents, from the texts in the index, where it is not stored; others' is removed first.
+
+        Others' is KV of another model or codec than this engine's, also of texts that requests brought. If it ends early, the
+        same call goes on from there. See `ingest_stream` for progress and errors.
+        """
+        self._check_open()
+        self.store.documents.drop_others(self.fusor.fingerprint, self.config.kv_cache_dtype)
+        groups = in_groups(self.retriever.documents(), lambda group: sum(one.chunks for one in group) >= REINDEXED_CHUNKS)
+        return self._add(groups, progress)
+
+    def _add(self, groups: Iterable[Sequence[Document | CatalogedDocument]], progress: Progress | None) -> IngestReport:
+        """Add documents, a batch after the other, or compute those of the index; see `ingest_stream`."""
         progress, total = progress or Progress(), IngestReport()
         started, evictions = time.perf_counter(), self.store.stats().nvme.evictions
-        for batch in batches(map(Document.of, documents), batch_documents):
+        for batch in groups:
             total += self._documents.add(batch, progress)
             progress.note_batch()
         if evicted := self.store.stats().nvme.evictions - evictions:

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from cacheblend.base.errors import ConfigError, InputError, PromptTooLongError, ServiceError
+from cacheblend.base.errors import ConfigError, DocumentChangedError, InputError, ServiceError
 from cacheblend.base.options import option
 from cacheblend.base.threads import Progress, in_groups
 from cacheblend.retriever import Document
+from cacheblend.retriever.catalog import CatalogedDocument
 from cacheblend.retriever.document import with_one_text
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class EncodedBatch:
         tokens: tokens of the computed chunks.
     """
 
-    documents: Sequence[Document]
+    documents: Sequence[Document | CatalogedDocument]
     embedded: dict[str, EmbeddedDocument] = field(default_factory=dict)
     chunks: dict[DocumentVersion, list[Sequence[int]]] = field(default_factory=dict)
     keys: dict[DocumentVersion, list[ChunkKey]] = field(default_factory=dict)
@@ -131,7 +132,9 @@ class DocumentEncoder:
     def __init__(self, encoder: ChunkEncoder, retriever: Retriever, store: KVStore, *, fetches: bool = True) -> None:
         self._encoder, self._retriever, self._store, self._fetches = encoder, retriever, store, fetches
 
-    def split(self, documents: Sequence[Document], changed: Sequence[Document], progress: Progress) -> EncodedBatch:
+    def split(
+        self, documents: Sequence[Document | CatalogedDocument], changed: Sequence[Document], progress: Progress
+    ) -> EncodedBatch:
         """Split a batch, embed the `changed` documents, which the index lacks, and look all chunks' KV up. Nothing is written.
 
         Raises:
@@ -149,7 +152,7 @@ class DocumentEncoder:
             version, new = (document.id, document.version), batch.embedded.get(document.id)
             chunks = new.chunks if new else self._chunks(document, progress)
             batch.chunks[version] = [chunk.token_ids for chunk in chunks]
-            self._check_lengths(document.id, batch.chunks[version])
+            self._encoder.check_lengths(document.id, batch.chunks[version])
             batch.keys[version] = self._encoder.keys_of_document(batch.chunks[version])
         keys = batch.distinct_keys
         if self._fetches:
@@ -186,23 +189,15 @@ class DocumentEncoder:
         for write in writes:
             write.result()
 
-    def _chunks(self, document: Document, progress: Progress) -> Sequence[Chunk]:
+    def _chunks(self, document: Document | CatalogedDocument, progress: Progress) -> Sequence[Chunk]:
         """The chunks of a document that is in the index, or was a moment ago."""
         with suppress(InputError):
             chunks = self._retriever.chunks(document.id)
             if chunks and chunks[0].version == document.version:
                 return chunks
+        if isinstance(document, CatalogedDocument):
+            raise DocumentChangedError(document.id)
         return self._retriever.splitter.split(document, progress.check)
-
-    def _check_lengths(self, id_: str, chunks: Sequence[Sequence[int]]) -> None:
-        """Raise PromptTooLongError if a chunk, and what it is computed after, are longer than the model's positions."""
-        longest, max_positions = max(map(len, chunks), default=0), self._encoder.fusor.max_positions
-        before = len(self._encoder.prefix_ids) + len(self._encoder.context.filler_ids)
-        if max_positions is not None and before + longest > max_positions:
-            raise PromptTooLongError(
-                f"document {id_!r} has a chunk of {longest} tokens, and the model {max_positions} positions, of which "
-                f"{before} are for what stands before it; lower chunk_tokens={self._retriever.splitter.config.chunk_tokens}"
-            )
 
 
 def batches(documents: Iterable[Document], batch_documents: int) -> Iterator[list[Document]]:

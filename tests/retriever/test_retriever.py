@@ -107,9 +107,9 @@ def test_two_open_retrievers_see_each_others_documents(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"chunk_tokens": 20}, "built with chunk_tokens '12', and this run has '20'"),
-        ({"embedder": FakeEmbedder("other")}, "built with embedder 'fake', and this run has 'other'"),
-        ({"vocab": 500}, "tokenizer"),
+        ({"chunk_tokens": 20}, "built with chunk_tokens '12', and this run has '20'.*another directory"),
+        ({"embedder": FakeEmbedder("other")}, "embedder 'fake', and this run has 'other'.*cacheblend reindex"),
+        ({"vocab": 500}, "built with another model; .*cacheblend reindex"),
     ],
 )
 def test_other_settings_are_refused(tmp_path: Path, change: dict[str, object], says: str) -> None:
@@ -120,7 +120,7 @@ def test_other_settings_are_refused(tmp_path: Path, change: dict[str, object], s
         assert retriever.documents() == []
     with open_retriever(tmp_path) as retriever:
         retriever.add([CATS])
-    with pytest.raises(RetrieverError, match=f"{says}.*another directory"):
+    with pytest.raises(RetrieverError, match=says):
         open_retriever(tmp_path, **change)  # type: ignore[arg-type]
 
 

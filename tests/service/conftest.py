@@ -15,6 +15,7 @@ from fakes import FakeEmbedder
 from waiting import loading, wait_until
 
 from cacheblend.base.options import from_options
+from cacheblend.base.threads import Progress
 from cacheblend.blend import Fusor
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
@@ -41,7 +42,14 @@ def open_engine(model_dir: Path, fusor: Fusor, tmp_path: Path) -> Iterator[OpenE
     """
     with ExitStack() as stack:
 
-        def open_one(*, fusor: Fusor = fusor, foreground: Foreground | None = None, **options: object) -> Engine:
+        def open_one(
+            *,
+            fusor: Fusor = fusor,
+            embedder: FakeEmbedder | None = None,
+            rewriting: Progress | None = None,
+            foreground: Foreground | None = None,
+            **options: object,
+        ) -> Engine:
             settings = {
                 "model": str(model_dir),
                 "store_dir": tmp_path / "store",
@@ -50,7 +58,8 @@ def open_engine(model_dir: Path, fusor: Fusor, tmp_path: Path) -> Iterator[OpenE
                 "max_tokens": 6,
             }
             config = from_options(EngineConfig, {**settings, **options})
-            engine = Engine(config, fusor=fusor, embedder=FakeEmbedder(), foreground=foreground)
+            embedder = embedder or FakeEmbedder()
+            engine = Engine(config, fusor=fusor, embedder=embedder, rewriting=rewriting, foreground=foreground)
             stack.callback(engine.close)
             return engine
 

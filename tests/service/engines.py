@@ -35,9 +35,9 @@ ODD_DOCUMENTS: list[dict[str, object]] = [
 ]
 
 
-def make_model(directory: Path, positions: int = POSITIONS, **changes: Any) -> None:
+def make_model(directory: Path, positions: int = POSITIONS, vocab: int = 600, **changes: Any) -> None:
     """Write a Llama whose q, k, v and o weights are scaled up, so that a fault in mask, rotation or cache shows."""
-    tokenizer = tiny_tokenizer()
+    tokenizer = tiny_tokenizer(vocab)
     changes = {"hidden_size": 64, "intermediate_size": 96, "eos_token_id": tokenizer.eos_token_id, **changes}
     torch.manual_seed(0)
     model = LlamaForCausalLM(
