@@ -91,6 +91,7 @@ class IndexedDocuments:
     chunks = _locked(Catalog.chunks)
     metadata = _locked(Catalog.metadata)
     verify = _locked(Catalog.verify)
+    put = _locked(Catalog.put)
     delete = _locked(Catalog.delete)
 
     def places(self, chunks: Sequence[Chunk]) -> list[ChunkPlace]:

@@ -1,21 +1,24 @@
 """Routes of vLLM's own HTTP server for clients that cannot mark chunks by token positions, and to store documents.
 
-A middleware reads what is sent to `/v1/chat/completions` and `/v1/completions`. Where a chat has `documents`, or a text has
-passages that came before, it lays out the prompt's token ids, as the project's own service does, and sends them on with the
-marks; all else goes on as it came. vLLM loads this where `VLLM_PLUGINS=cacheblend` is set; see
-docs/vllm.md.
+A middleware reads what is sent to `/v1/chat/completions` and `/v1/completions`. Where a chat has `documents`, it lays out the
+prompt's token ids as the project's own service does; where texts have passages that are ingested or came before, it looks for
+them in the token ids that vLLM makes. It sends the ids on with the marks; all else goes on as it came. vLLM loads this where
+`VLLM_PLUGINS=cacheblend` is set; see docs/vllm.md.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, chain, pairwise
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+from anyio import from_thread
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
@@ -24,38 +27,66 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as Event
 
 from cacheblend.base.errors import CacheBlendError, InputError, PromptTooLongError
+from cacheblend.base.files import make_folder
 from cacheblend.blend.loading import load_tokenizer
-from cacheblend.retriever import Document, PlainTokenizer, RetrieverConfig, Splitter
-from cacheblend.retriever.passages import find_passages
-from cacheblend.service.engine.chunk_context import ChunkNaming
-from cacheblend.service.engine.passages import EDGE_TOKENS, REMEMBERED, locate
+from cacheblend.retriever import Document, EmbeddedDocument, PlainTokenizer, RetrieverConfig, Splitter
+from cacheblend.retriever.catalog import Catalog
+from cacheblend.retriever.index import INDEX_FILE, IndexedDocuments
+from cacheblend.retriever.passages import Passage
+from cacheblend.service.engine.chunk_context import ChunkContexts, ChunkNaming
+from cacheblend.service.engine.passages import REMEMBERED, FoundPassage, FoundPassages, locate
 from cacheblend.service.engine.prompt import Message, PromptRenderer, PromptTokens
 from cacheblend.store.tiers import AdmissionFilter
 
 from .config import ConnectorConfig
 from .plugin import CONNECTOR
-from .scheduler import PARAMS_KEY, Marks
+from .scheduler import PARAMS_KEY, Marks, StoredText
 
+logger = logging.getLogger(__name__)
 BUSY_S = 0.2  # until the workers are asked again, whose disk is behind
-# A request with one of these is tokenised by vLLM, or marked by somebody else.
-LEFT_TO_VLLM = ["kv_transfer_params", "add_generation_prompt", "add_special_tokens", "truncate_prompt_tokens", "prompt_embeds"]
+# A request with one of these is marked by somebody else, or its prompt is not that of its texts.
+LEFT_TO_VLLM = ("kv_transfer_params", "echo", "suffix", "prompt_embeds", "truncate_prompt_tokens")
 CHAT, COMPLETIONS, DOCUMENTS = "/v1/chat/completions", "/v1/completions", "/v1/cacheblend/documents"
-# A chat with one of these needs what vLLM's own rendering does with it.
+# A chat over documents with one of these needs what vLLM's own rendering does with it.
 RENDERED_BY_VLLM = ("tools", "chat_template", "continue_final_message", "echo")
-EDGE = EDGE_TOKENS // 2  # tokens at either end of a passage that are computed
+TEXTS_FOLDER = "vllm"  # of the store's folder, for the texts that `DOCUMENTS` brought
 Chunk = tuple[int, ...]
+Render = Callable[[str, dict[str, Any]], Sequence[int]]
 
 
 class PromptMarker:
-    """Lays out a request's prompt from its documents or passages, within the model's positions."""
+    """Lays out a request's prompt from its documents, within the model's positions, or finds passages in vLLM's own.
 
-    def __init__(self, tokenizer: Any, config: ConnectorConfig, max_positions: int | None) -> None:
-        self._finds_passages = config.engine.find_passages
+    Passages are ingested if they came by `DOCUMENTS`, or if the project's own engine had ingested them when vLLM started.
+
+    Args:
+        tokenizer: the model's fast tokenizer.
+        config: of the connector.
+        max_positions: of the model; None for any number.
+        naming: of chunks' KV.
+        render: makes the token ids of a route's request, as vLLM does; where it raises, the request is left to vLLM.
+    """
+
+    def __init__(
+        self, tokenizer: Any, config: ConnectorConfig, max_positions: int | None, naming: ChunkNaming, render: Render
+    ) -> None:
+        self._finds_passages, self._render = config.engine.find_passages, render
         self._seen = AdmissionFilter(REMEMBERED)
         self._plain = PlainTokenizer(tokenizer)
         self._splitter = Splitter(tokenizer, RetrieverConfig(chunk_tokens=config.engine.retriever.chunk_tokens))
         self._around_documents = PromptRenderer(tokenizer, config.engine.instruction, max_positions=max_positions)
-        self._as_written = PromptRenderer(tokenizer, "", "", "", max_positions=max_positions)
+        offline, own = config.engine.retriever_config().directory, Path(config.engine.store_dir) / TEXTS_FOLDER
+        make_folder(own)
+        self._ingested = IndexedDocuments(Catalog(own / INDEX_FILE, {}, config.engine.retriever.index_budget_bytes))
+        indexes = [self._ingested]
+        if offline is not None and (offline / INDEX_FILE).is_file():
+            indexes.append(IndexedDocuments.open(offline))
+        self._indexes = [(index, ChunkContexts(naming.context, index)) for index in indexes]
+
+    def close(self) -> None:
+        """Close the indexes."""
+        for index, _ in self._indexes:
+            index.close()
 
     def mark(self, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
         """The request with token ids and marks; None for one that is vLLM's as it is.
@@ -66,20 +97,18 @@ class PromptMarker:
         """
         if path == COMPLETIONS:
             text = body.get("prompt")
-            if body.get("echo") or not isinstance(text, str) or not text:
-                return None
-            return self._with_passages(path, body, [Message("user", text)], lambda: self._as_written.completion(text))
-        variables, messages = self._variables(body), _messages(body.get("messages"))
-        if any(body.get(name) for name in RENDERED_BY_VLLM) or messages is None or variables is None:
+            return self._with_passages(path, body, [Message("user", text)]) if isinstance(text, str) else None
+        messages, found = _messages(body.get("messages")), body.get("documents")
+        if messages is None or not found:
+            return None if messages is None else self._with_passages(path, body, messages)
+        variables, is_question = self._variables(body), messages[-1].role == "user"
+        if any(body.get(name) for name in RENDERED_BY_VLLM) or not is_question or variables is None:
             return None
-        if found := body.get("documents"):
-            if not isinstance(found, list):
-                raise InputError(f'documents: give a list of objects {{"title", "text"}}, not {type(found).__name__}')
-            layout = self._around_documents.chat(messages, with_chunks=True, template_kwargs=variables)
-            others = {name: value for name, value in body.items() if name != "documents"}
-            return self._marked(path, others, layout, [self.split(document) for document in found])
-        chat = partial(self._as_written.chat, messages, with_chunks=False, template_kwargs=variables)
-        return self._with_passages(path, body, messages, chat)
+        if not isinstance(found, list):
+            raise InputError(f'documents: give a list of objects {{"title", "text"}}, not {type(found).__name__}')
+        layout = self._around_documents.chat(messages, with_chunks=True, template_kwargs=variables)
+        others = {name: value for name, value in body.items() if name != "documents"}
+        return self._marked(path, others, layout, [self.split(document) for document in found])
 
     def _variables(self, body: Mapping[str, Any]) -> dict[str, Any] | None:
         """The chat template's variables of a request, as vLLM has them: those that it knows. None for what is no object."""
@@ -87,11 +116,16 @@ class PromptMarker:
         if not isinstance(asked, Mapping):
             return None
         of_effort = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-        return {name: value for name, value in {**of_effort, **asked}.items() if name in self._as_written.template.variables}
+        known = self._around_documents.template.variables
+        return {name: value for name, value in {**of_effort, **asked}.items() if name in known}
 
-    def split(self, document: Mapping[str, object]) -> list[Chunk]:
-        """Token ids of a document's chunks."""
-        return [chunk.token_ids for chunk in self._splitter.split(Document.of(document))]
+    def split(self, document: Mapping[str, object], *, is_ingested: bool = False) -> list[Chunk]:
+        """Token ids of a document's chunks; those of an ingested one are found in prompts from now on."""
+        checked = Document.of(document)
+        chunks = self._splitter.split(checked)
+        if is_ingested:
+            self._ingested.put([EmbeddedDocument(checked, chunks, np.zeros((len(chunks), 1), dtype=np.float32))])
+        return [chunk.token_ids for chunk in chunks]
 
     def _marked(
         self, path: str, body: dict[str, Any], layout: PromptTokens, documents: Sequence[Sequence[Chunk]]
@@ -103,30 +137,42 @@ class PromptMarker:
         }
         return self._with_marks(path, body, [*layout.prefix, *chain.from_iterable(chunks), *layout.suffix], marks)
 
-    def _with_passages(
-        self, path: str, body: dict[str, Any], messages: Sequence[Message], lay_out: Callable[[], PromptTokens]
-    ) -> dict[str, Any] | None:
-        """The request with those passages marked that came in an earlier one of its salt; None if there are none.
+    def _with_passages(self, path: str, body: dict[str, Any], messages: Sequence[Message]) -> dict[str, Any] | None:
+        """The request with passages marked that are ingested, or came in an earlier one of its salt; None if there are none.
 
         Only of messages after the assistant's last one: the blocks of what stands before are vLLM's own, and exact.
         """
-        if not self._finds_passages or any(body.get(name) is not None for name in LEFT_TO_VLLM):
+        if not self._finds_passages or any(body.get(name) for name in LEFT_TO_VLLM):
             return None
-        last = max((place for place, message in enumerate(messages) if message.role == "assistant"), default=-1)
-        texts = [(message.content, message.role) for message in messages[last + 1 :]]
-        found = [self._ids(text[one.start : one.end]) for text, role in texts for one in find_passages(text, role)]
-        came = {ids for ids in set(found) if self._seen.admits(str(hash((str(body.get("cache_salt")), ids))))}
+        last, salt = (
+            max((n for n, one in enumerate(messages) if one.role == "assistant"), default=-1),
+            str(body.get("cache_salt")),
+        )
         try:
-            token_ids = list(lay_out().token_ids) if came else []
-        except CacheBlendError:  # vLLM says what is wrong with it, if it is
+            found = FoundPassages.of(((one.role, one.content) for one in messages[last + 1 :]), self._passages_in)
+            texts = list(map(self._stored_text, found.passages))
+            known = {one for one in set(texts) if one.is_ingested or self._seen.admits(str(hash((salt, one.token_ids))))}
+            token_ids = list(self._render(path, body)) if known else []
+        except Exception as error:  # vLLM says what is wrong with the request, if it is
+            logger.debug("a request is not looked through: %r", error)
             return None
-        # A chunk's tokens are its name: those at a passage's ends, which differ between prompts, are no part of it.
-        spans = list[tuple[int, int]]()
-        for ids, place in zip(found, locate(token_ids, ((ids, 0) for ids in found)), strict=True):
-            if ids in came and place is not None and (start := place[0] + EDGE - place[2]) >= place[0]:
-                stop = start + len(ids) - 2 * EDGE
-                spans += [(start, stop)] if start < stop <= place[1] else []
-        return self._with_marks(path, body, token_ids, {"chunks": spans, "found": True}) if spans else None
+        located = zip(texts, locate(token_ids, ((one.token_ids, one.start) for one in texts)), strict=True)
+        marks = sorted((place[:2], one._replace(start=place[2])) for one, place in located if place and one in known)
+        stored = {"chunks": [span for span, _ in marks], "stored": [one for _, one in marks]}
+        return self._with_marks(path, body, token_ids, stored) if marks else None
+
+    def _passages_in(self, text: str, role: str) -> list[Passage]:
+        """The passages in a message, by the index that knows the largest number of them."""
+        found = (index.passages(text, role) for index, _ in self._indexes)
+        return max(found, key=lambda passages: sum(one.chunk is not None for one in passages))
+
+    def _stored_text(self, passage: FoundPassage) -> StoredText:
+        """The text whose KV a passage's is a part of, from its first token on that is not of a title."""
+        if (chunk := passage.chunk) is None:
+            return StoredText(tuple(self._plain.ids(passage.text)), 0, (), is_ingested=False)
+        start = len(self._plain.ids(chunk.text.partition(passage.text)[0].lstrip()))
+        earlier = next((before for _, contexts in self._indexes if (before := contexts.of_prompt([chunk])[0])), ())
+        return StoredText(chunk.token_ids, start, earlier, is_ingested=True)
 
     def _with_marks(self, path: str, body: dict[str, Any], token_ids: list[int], marks: dict[str, Any]) -> dict[str, Any]:
         given = body.get("kv_transfer_params")
@@ -137,9 +183,6 @@ class PromptMarker:
         if path == COMPLETIONS:
             return {**body, "prompt": token_ids, "kv_transfer_params": params}
         return {**body, "kv_transfer_params": {**params, "prompt_token_ids": token_ids}}
-
-    def _ids(self, text: str) -> Chunk:
-        return tuple(self._plain.ids(text))
 
 
 def windows(
@@ -198,7 +241,9 @@ class BlendRoutes:
         config, model = ConnectorConfig.from_options(transfer.kv_connector_extra_config), engine_client.vllm_config.model_config
         tokenizer = await run_in_threadpool(load_tokenizer, model.tokenizer or model.model)
         naming = await run_in_threadpool(config.naming, model)
-        marker = PromptMarker(tokenizer, config, int(model.max_model_len))
+        marker = await run_in_threadpool(
+            PromptMarker, tokenizer, config, int(model.max_model_len), naming, vllm_renderer(state.online_renderer)
+        )
         positions = getattr(model.hf_text_config, "max_position_embeddings", None)
         self.engine = RunningEngine(marker, naming, positions, engine_client.collective_rpc, model.is_hybrid)
 
@@ -226,11 +271,13 @@ class BlendRoutes:
             documents = body.get("documents") if isinstance(body, dict) else None
             if not isinstance(documents, list) or not documents:
                 raise InputError('give {"documents": [{"title": ..., "text": ...}, ...]}')
-            split = await run_in_threadpool(lambda: [engine.marker.split(document) for document in documents])
+            salt = body.get("cache_salt")
+            splitting = (engine.marker.split(document, is_ingested=not salt) for document in documents)
+            split = await run_in_threadpool(list, splitting)
             every = [window for chunks in split for window in windows(chunks, engine.naming, engine.max_positions)]
         except (CacheBlendError, ValueError) as error:
             return _error(400, str(error))
-        salt, stored = body.get("cache_salt"), 0
+        stored = 0
         for chunks, new in every:  # a call each, so that requests run between two
             left = len(new)
             while left:
@@ -271,17 +318,33 @@ class ChunkMarking:
 
 
 def _messages(messages: Any) -> list[Message] | None:
-    """A chat's messages of text; None where one is of another kind, or the last is not the user's."""
+    """A chat's messages of text; None where one is of another kind, or the last is not the user's or a tool's."""
     found: list[Message] = []
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
             content = "".join(str(part.get("text", "")) for part in content)
-        if not isinstance(content, str) or message.get("role") not in ("system", "user", "assistant"):
+        content = "" if content is None and message.get("tool_calls") else content
+        if not isinstance(content, str) or message.get("role") not in ("system", "user", "assistant", "tool"):
             return None
         thoughts = message.get("reasoning_content") or message.get("reasoning") if message["role"] == "assistant" else None
         found.append(Message(message["role"], content, thoughts=thoughts if isinstance(thoughts, str) else ""))
-    return found if found and found[-1].role == "user" else None
+    return found if found and found[-1].role in ("user", "tool") else None
+
+
+def vllm_renderer(renderer: Any) -> Render:
+    """The token ids that vLLM's `OnlineRenderer` makes of a request, for threads that its event loop has begun."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    async def rendered(path: str, body: dict[str, Any]) -> Any:
+        if path == CHAT:
+            _, inputs = await renderer.render_chat(ChatCompletionRequest.model_validate({**body}))
+        else:
+            inputs = await renderer.render_completion(CompletionRequest.model_validate({**body}))
+        return inputs[0]["prompt_token_ids"]
+
+    return lambda path, body: from_thread.run(rendered, path, body)
 
 
 def _error(status: int, message: str) -> JSONResponse:

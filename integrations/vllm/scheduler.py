@@ -9,13 +9,14 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, Field, ValidationError
 
 from cacheblend.base.errors import InputError
-from cacheblend.base.options import is_number
 from cacheblend.blend.layer_passes import MAX_QUESTION_TOKENS
 from cacheblend.service.engine.chunk_context import ChunkNaming
 from cacheblend.service.engine.prompt import PromptChunk, PromptTokens
@@ -24,71 +25,90 @@ from cacheblend.store import PASSAGES, ChunkKey
 
 logger = logging.getLogger(__name__)
 PARAMS_KEY = "cacheblend"  # in vLLM's `kv_transfer_params`, of a request and of its answer
+Whole = Annotated[int, Field(strict=True, ge=0)]
 TOKENS = ("hit_tokens", "missed_tokens", "recomputed_tokens")  # counts of a blend that are no requests
 
 
-@dataclass(frozen=True, slots=True)
-class Marks:
-    """Places of a prompt's chunks, and the number of the document that each chunk is of.
+class StoredText(NamedTuple):
+    """The text that a marked chunk is a part of, from its token `start` on.
 
-    Where chunks of one document stand in its order, a chunk's KV is computed after the ones before it. Without numbers every
-    chunk is a document of its own.
+    `earlier` are the chunks of its document that its KV is computed after. A passage that nobody ingested is evicted first.
     """
 
-    chunks: tuple[tuple[int, int], ...]  # (start, stop) token positions of each, in order, without overlap
-    documents: tuple[int, ...]
-    ratio: float | None = None  # recompute ratio, 0..1; None for the connector's
-    found: bool = False  # they are passages that nobody marked, whose KV is evicted first
+    token_ids: tuple[Whole, ...]
+    start: Whole
+    earlier: tuple[tuple[Whole, ...], ...]
+    is_ingested: bool
+
+    def row(self, naming: ChunkNaming, chunk: tuple[int, ...], namespace: str) -> PromptChunk:
+        """The row of a prompt's chunk that is the part; InputError for one that is not."""
+        if self.token_ids[self.start : self.start + len(chunk)] != chunk:
+            raise InputError(f"stored: a chunk of {len(chunk)} tokens is no part of its text from {self.start} on")
+        key = naming.key(self.token_ids, self.earlier, namespace if self.is_ingested else PASSAGES + namespace)
+        return PromptChunk(chunk, key, earlier=self.earlier, stored_ids=self.token_ids, start=self.start)
+
+
+class Marks(BaseModel, frozen=True, extra="forbid"):
+    """Marks of a request: `kv_transfer_params["cacheblend"]`, such as `{"chunks": [[start, stop], ...], "ratio": 0.14}`.
+
+    Where chunks of one document stand in its order, a chunk's KV is computed after the ones before it. Without numbers every
+    chunk is a document of its own. Where a chunk's KV is of more tokens than stand in the prompt, `stored` says of which.
+    """
+
+    chunks: tuple[tuple[Whole, Whole], ...]  # (start, stop) token positions of each, in order, without overlap
+    documents: tuple[Annotated[int, Field(strict=True)], ...] | None = None  # the number of each chunk's document
+    ratio: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None  # recompute ratio; None for the connector's
+    stored: tuple[StoredText, ...] | None = None  # of each chunk
 
     @classmethod
     def read(cls, params: Any, prompt_tokens: int) -> Marks:
-        """The marks in `kv_transfer_params["cacheblend"]`: `{"chunks": [[start, stop], ...], "ratio": 0.14}`.
+        """The marks of a prompt.
 
         Raises:
             InputError: they are not of that form, or do not fit the prompt.
         """
-        if not isinstance(params, Mapping) or (unknown := sorted(params.keys() - {"chunks", "ratio", "documents", "found"})):
-            named = f"unknown {', '.join(unknown)}" if isinstance(params, Mapping) else f"{type(params).__name__}"
-            raise InputError(f'kv_transfer_params["{PARAMS_KEY}"]: {named}; give chunks, and ratio or documents if need be')
-        chunks, ratio, documents = params.get("chunks"), params.get("ratio"), params.get("documents") or []
-        if not isinstance(chunks, list | tuple) or not all(_is_span(chunk) for chunk in chunks):
-            raise InputError("chunks: give a list of [start, stop] token positions")
-        spans = tuple((int(start), int(stop)) for start, stop in chunks)
-        borders = [0, *(border for span in spans for border in span), prompt_tokens]
-        if any(last < first for first, last in pairwise(borders)) or any(start == stop for start, stop in spans):
+        try:
+            marks = cls.model_validate(params)
+        except ValidationError as error:
+            (wrong, *_), of = error.errors(), f'kv_transfer_params["{PARAMS_KEY}"]'
+            raise InputError(f"{of}: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}; see docs/vllm.md") from None
+        borders = [0, *(border for span in marks.chunks for border in span), prompt_tokens]
+        if any(last < first for first, last in pairwise(borders)) or any(start == stop for start, stop in marks.chunks):
             raise InputError(f"chunks: give spans in order, without overlap, none empty, within the {prompt_tokens} tokens")
-        if ratio is not None and not (is_number(ratio) and 0 <= ratio <= 1):
-            raise InputError(f"ratio={ratio!r}: give a number from 0 to 1")
-        if documents and (len(documents) != len(spans) or not all(type(document) is int for document in documents)):
-            raise InputError("documents: give a whole number for each chunk")
-        order = tuple(documents) or tuple(range(len(spans)))
-        return cls(spans, order, None if ratio is None else float(ratio), params.get("found") is True)
+        if any(values and len(values) != len(marks.chunks) for values in (marks.documents, marks.stored)):
+            raise InputError("documents, stored: give a value for each chunk")
+        return marks
 
     def salt(self, ratio: float, context: str) -> bytes:
         """Salt of blocks blended with these marks at a ratio after a context: exact ones and others have other names."""
-        named = [ratio, self.ratio is None, self.chunks, self.documents, context]
+        named = [ratio, self.ratio is None, self.chunks, self.documents, self.stored, context]
         return hashlib.sha256(json.dumps(named).encode()).digest()
 
     def prompt(self, naming: ChunkNaming, token_ids: Sequence[int], cache_salt: str | None) -> PromptTokens:
-        """A prompt of at least one chunk, cut at the marks; text between two chunks has no key."""
-        ids, namespace = tuple(token_ids), PASSAGES * self.found + namespace_of(cache_salt or "")
-        of_document: dict[int, list[tuple[int, ...]]] = {}
-        for (start, stop), document in zip(self.chunks, self.documents, strict=True):
-            of_document.setdefault(document, []).append(ids[start:stop])
-        earlier = {document: iter(naming.context.earlier(chunks)) for document, chunks in of_document.items()}
+        """A prompt of at least one chunk, cut at the marks; text between two chunks has no key.
+
+        Raises:
+            InputError: a chunk is no part of the text that is stored.
+        """
+        ids, namespace = tuple(token_ids), namespace_of(cache_salt or "")
         first = done = self.chunks[0][0]
         rows: list[PromptChunk] = []
-        for (start, stop), document in zip(self.chunks, self.documents, strict=True):
+        for (start, stop), text in zip(self.chunks, self.stored or self._texts(naming, ids), strict=True):
             if between := ids[done:start]:
                 rows.append(PromptChunk(between))
-            chunk, before = ids[start:stop], tuple(map(tuple, next(earlier[document])))
-            rows.append(PromptChunk(chunk, naming.key(chunk, before, namespace), earlier=before))
+            rows.append(text.row(naming, ids[start:stop], namespace))
             done = stop
         return PromptTokens(ids[:first], ids[done:], tuple(rows))
 
-
-def _is_span(span: Any) -> bool:
-    return isinstance(span, list | tuple) and len(span) == 2 and all(type(border) is int for border in span)
+    def _texts(self, naming: ChunkNaming, ids: tuple[int, ...]) -> Iterator[StoredText]:
+        """The texts of chunks whose KV is of their own tokens."""
+        numbers, chunks = self.documents or range(len(self.chunks)), [ids[start:stop] for start, stop in self.chunks]
+        of_document: dict[int, list[tuple[int, ...]]] = {}
+        for number, chunk in zip(numbers, chunks, strict=True):
+            of_document.setdefault(number, []).append(chunk)
+        earlier = {number: iter(naming.context.earlier(own)) for number, own in of_document.items()}
+        for number, chunk in zip(numbers, chunks, strict=True):
+            yield StoredText(chunk, 0, tuple(map(tuple, next(earlier[number]))), is_ingested=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,6 +194,7 @@ class BlendWorker:
             # 2. Plan: more is recomputed where that hides beside loading; what full recompute gives as soon is left to vLLM.
             ratio = None if job.is_least else job.ratio
             policy = BlendPolicy(ratio=ratio, quality_ratio=job.ratio, layers=geometry.layers, controller=self._controller)
+            stored = [chunk.part(kv) for chunk, kv in zip(prompt.chunks, stored, strict=True)]
             plan = plan_blend(prompt, Found(prefix, stored), policy)
             if plan.full_recompute:
                 if plan.predicted is not None and self._controller is not None:
@@ -270,7 +271,8 @@ class BlendWorker:
             if self._ranks.agree([key in self._store])[0]:
                 continue
             try:  # where the disk is behind, the chunk is left for a later request to miss again
-                self.precompute((*chunk.earlier, chunk.token_ids), [len(chunk.earlier)], key.namespace)
+                token_ids = chunk.stored_ids or chunk.token_ids
+                self.precompute((*chunk.earlier, token_ids), [len(chunk.earlier)], key.namespace)
             except Exception:
                 logger.exception("the KV of a missed chunk of %d tokens is not computed", len(chunk.token_ids))
             return

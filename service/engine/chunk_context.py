@@ -24,7 +24,8 @@ from cacheblend.store import ChunkKey, context_digest
 
 if TYPE_CHECKING:
     from cacheblend.blend import Fusor
-    from cacheblend.retriever import Chunk, Retriever
+    from cacheblend.retriever import Chunk
+    from cacheblend.retriever.index import IndexedDocuments
     from cacheblend.store import ChunkKV
 
     from .config import EngineConfig
@@ -175,7 +176,7 @@ class ChunkContexts:
         retriever: has the ingested documents' chunks.
     """
 
-    def __init__(self, context: ChunkContext, retriever: Retriever) -> None:
+    def __init__(self, context: ChunkContext, retriever: IndexedDocuments) -> None:
         self._context, self._retriever = context, retriever
         self._lock = Lock()
         self._known: OrderedDict[tuple[str, str], dict[int, Earlier]] = OrderedDict()

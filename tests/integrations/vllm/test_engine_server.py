@@ -63,12 +63,12 @@ def post(server: str, path: str, **body: Any) -> Any:
     return answer.json()
 
 
-def post_until_hits(server: str, hits: int, **body: Any) -> Any:
-    """The answer to a chat that is sent until so many chunks' KV is found; what is stored is found a little later."""
+def post_until_hits(server: str, hits: int, path: str = "/v1/chat/completions", **body: Any) -> Any:
+    """The answer to a request that is sent until so many chunks' KV is found; what is stored is found a little later."""
     answers: list[Any] = []
 
     def found() -> bool:
-        answers.append(post(server, "/v1/chat/completions", **body))
+        answers.append(post(server, path, **body))
         return bool(answers[-1]["kv_transfer_params"]["cacheblend"].get("hits") == hits)
 
     wait_until(found)
@@ -115,6 +115,35 @@ def test_passages_in_messages_are_blended_from_the_third_request_on(server: str)
     third = post_until_hits(server, 2, messages=messages("10", "Who sleeps?"))
     assert third["kv_transfer_params"]["cacheblend"]["blended"]
     assert third["usage"]["prompt_tokens"] == first["usage"]["prompt_tokens"]
+
+
+def test_ingested_texts_in_a_plain_prompt_are_blended(server: str) -> None:
+    """A document's text is a hit of its KV in a completion's prompt, whatever stands around it; the prompt is vLLM's own."""
+    texts = [f"The {kind} of the house is open from nine to five. Ask at the desk, or call. " * 2 for kind in ("pool", "gym")]
+    documents = [{"title": "Hours", "text": text.strip()} for text in texts]
+    assert httpx.post(f"{server}/v1/cacheblend/documents", json={"documents": documents}, timeout=120).json()["chunks"] == 2
+    prompt = f"Answer from ({texts[1].strip()}) and|{texts[0].strip()}|. When?"
+    answer = post_until_hits(server, 2, "/v1/completions", prompt=prompt)
+    exact = post(server, "/v1/completions", prompt=prompt, kv_transfer_params={"other": 1})
+    assert answer["kv_transfer_params"]["cacheblend"]["hit_tokens"] > 0.8 * answer["usage"]["prompt_tokens"]
+    assert answer["usage"]["prompt_tokens"] == exact["usage"]["prompt_tokens"]
+
+
+def test_passages_among_a_tools_results_are_blended(server: str) -> None:
+    """A chat with tools is rendered by vLLM, and the texts that a tool found are hits."""
+    call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": "{}"}}
+    texts = [f"The {kind} leaves from the north gate. It stops twice on its way to the town. " * 2 for kind in ("bus", "tram")]
+
+    def chat(order: str) -> Any:
+        found = json.dumps([{"text": texts[int(index)].strip()} for index in order])
+        called = {"role": "assistant", "content": None, "tool_calls": [call]}
+        results = {"role": "tool", "tool_call_id": "1", "content": found}
+        tools = [{"type": "function", "function": {"name": "search"}}]
+        return {"messages": [{"role": "user", "content": "How?"}, called, results], "tools": tools, "tool_choice": "none"}
+
+    for _ in range(2):
+        post(server, "/v1/chat/completions", **chat("01"))
+    assert post_until_hits(server, 2, **chat("10"))["kv_transfer_params"]["cacheblend"]["blended"]
 
 
 def test_streamed_answers_and_metrics(server: str) -> None:

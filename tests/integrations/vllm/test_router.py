@@ -7,7 +7,8 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 from api import listening
+from fakes import FakeEmbedder
 from make_random_model import CHAT_TEMPLATE, ModelShape, python_help, train_tokenizer
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -30,7 +32,10 @@ from cacheblend.blend import ChunkContext
 from cacheblend.cli import main as cli
 from cacheblend.integrations.vllm.config import ConnectorConfig
 from cacheblend.integrations.vllm.router import CHAT, COMPLETIONS, DOCUMENTS, BlendRoutes, PromptMarker, RunningEngine
+from cacheblend.integrations.vllm.scheduler import Marks
+from cacheblend.retriever import PlainTokenizer, Retriever
 from cacheblend.service.engine.chunk_context import ChunkNaming
+from cacheblend.service.engine.request import namespace_of
 
 KEY = "a key of vLLM"
 RULES = " ".join(f"Rule {number}: trains to town {number} are booked by the office. </s>" for number in range(12))
@@ -50,9 +55,25 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture
-def marker(tokenizer: Any, tmp_path: Path) -> PromptMarker:
-    config = ConnectorConfig.from_options({"store_dir": str(tmp_path), "chunk_tokens": 64})
-    return PromptMarker(tokenizer, config, 2048)
+def make_marker(tokenizer: Any, tmp_path: Path) -> Iterator[Callable[..., PromptMarker]]:
+    """Makes a marker over the test's folder, of a vLLM that writes messages one after the other."""
+    with ExitStack() as opened:
+
+        def make(own_tokenizer: Any = tokenizer, naming: ChunkNaming = NAMING, chunk_tokens: int = 64) -> PromptMarker:
+            config = ConnectorConfig.from_options({"store_dir": str(tmp_path), "chunk_tokens": chunk_tokens})
+
+            def render(path: str, body: dict[str, Any]) -> Sequence[int]:
+                told = body["prompt"] if path == COMPLETIONS else "".join(f"{one['content']}\n" for one in body["messages"])
+                return PlainTokenizer(own_tokenizer).ids(told)
+
+            return opened.enter_context(closing(PromptMarker(own_tokenizer, config, 2048, naming, render)))
+
+        yield make
+
+
+@pytest.fixture
+def marker(make_marker: Callable[..., PromptMarker]) -> PromptMarker:
+    return make_marker()
 
 
 def chunk_texts(tokenizer: Any, marked: dict[str, Any], ids: list[int]) -> list[str]:
@@ -82,33 +103,81 @@ def test_a_chats_documents_stand_before_its_question(marker: PromptMarker, token
     assert (again["kv_transfer_params"]["cacheblend"]["ratio"], again["kv_transfer_params"]["other"]) == (0.3, 1)
 
 
+def stored_texts(tokenizer: Any, marked: dict[str, Any] | None) -> list[str]:
+    """The texts whose KV a request's marks name, whose marked tokens are in the prompt."""
+    if marked is None:
+        return []
+    params = marked["kv_transfer_params"]
+    ids, marks = params.get("prompt_token_ids") or marked["prompt"], params["cacheblend"]
+    prompt = Marks.read(marks, len(ids)).prompt(NAMING, ids, marked.get("cache_salt"))
+    assert prompt.token_ids == tuple(ids)
+    return [tokenizer.decode(chunk.stored_ids) for chunk in prompt.chunks if chunk.key is not None]
+
+
+TRAINS = [" ".join(f"Rule {n}{letter}: the trains to the town are booked early." for n in "123") for letter in "ab"]
+
+
+def with_sources(order: str, question: str) -> dict[str, str]:
+    sources = "\n".join(f"<source>{TRAINS[int(index)]}</source>" for index in order)
+    return {"role": "user", "content": f"Answer.\n<context>\n{sources}\n</context>\n{question}"}
+
+
 def test_passages_that_came_before_are_marked(marker: PromptMarker, tokenizer: Any) -> None:
-    """A passage is marked from its second request on, with the same tokens wherever it stands, each salt by itself."""
-    texts = [" ".join(f"Rule {n}{letter}: the trains to the town are booked early." for n in "123") for letter in "ab"]
+    """A passage is marked from its second request on, under one name wherever it stands, each salt by itself."""
 
-    def mark(order: str, question: str, *before: dict[str, str], **fields: Any) -> tuple[Any, list[str]]:
-        sources = "\n".join(f"<source>{texts[int(index)]}</source>" for index in order)
-        asked = {"role": "user", "content": f"Answer.\n<context>\n{sources}\n</context>\n{question}"}
-        marked = marker.mark(CHAT, {"messages": [*before, asked], **fields})
-        params = {} if marked is None else marked["kv_transfer_params"]
-        return params, chunk_texts(tokenizer, marked, params["prompt_token_ids"]) if marked else []
+    def mark(order: str, question: str, *before: dict[str, str], **fields: Any) -> list[str]:
+        return stored_texts(tokenizer, marker.mark(CHAT, {"messages": [*before, with_sources(order, question)], **fields}))
 
-    assert mark("01", "Who?") == ({}, [])
-    assert mark("01", "Who?", cache_salt="other") == ({}, [])
-    params, first = mark("10", "And where?")
-    assert params["cacheblend"]["found"] is True
-    assert [text.strip() in texts[place] for text, place in zip(first, (1, 0), strict=True)] == [True, True]
-    assert mark("01", "When?")[1] == first[::-1]
-    earlier = {"role": "user", "content": f"<source>{texts[0]}</source>"}, {"role": "assistant", "content": "Yes."}
-    assert mark("1", "So?", *earlier)[1] == first[:1]
-    assert marker.mark(COMPLETIONS, {"prompt": f"Answer.\n[1] {texts[1]}\nQuestion: who?"})["prompt"]  # type: ignore[index]
+    assert mark("01", "Who?") == []
+    assert mark("01", "Who?", cache_salt="other") == []
+    assert mark("10", "And where?") == TRAINS[::-1]
+    assert mark("01", "When?") == TRAINS
+    earlier = {"role": "user", "content": f"<source>{TRAINS[0]}</source>"}, {"role": "assistant", "content": "Yes."}
+    assert mark("1", "So?", *earlier) == TRAINS[1:]
+    assert mark("1", "So?", kv_transfer_params={"other": 1}) == []
+    assert stored_texts(tokenizer, marker.mark(COMPLETIONS, {"prompt": f"[1] {TRAINS[1]}\nQuestion: who?"})) == TRAINS[1:]
 
 
-def test_thinking_is_the_templates(tmp_path: Path) -> None:
+def test_passages_among_a_tools_results_are_marked(marker: PromptMarker, tokenizer: Any) -> None:
+    """A chat with tools is rendered by vLLM, and the long texts of its last results are passages."""
+    tools = [{"type": "function", "function": {"name": "search"}}]
+    for _ in range(2):
+        called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": {}}]}
+        results = {"role": "tool", "tool_call_id": "1", "content": json.dumps([{"text": text} for text in TRAINS])}
+        marked = marker.mark(CHAT, {"messages": [QUESTION, called, results], "tools": tools})
+    assert stored_texts(tokenizer, marked) == TRAINS
+
+
+@pytest.mark.parametrize("way", ["route", "folder"])
+def test_ingested_texts_are_marked_at_once(
+    make_marker: Callable[..., PromptMarker], tokenizer: Any, tmp_path: Path, way: str
+) -> None:
+    """A text of an ingested document is found in any prompt, and its KV is the one of its document, title and earlier text."""
+    naming = replace(NAMING, context=ChunkContext(document_tokens=400))
+    if way == "folder":
+        config = ConnectorConfig.from_options({"store_dir": str(tmp_path), "chunk_tokens": 160}).engine.retriever_config()
+        with Retriever(config, tokenizer, FakeEmbedder()) as retriever:
+            retriever.add(DOCS)
+    marker = make_marker(naming=naming, chunk_tokens=160)
+    chunks = marker.split(DOCS[0], is_ingested=way == "route")
+    texts = [tokenizer.decode(chunk).removeprefix("Travel\n").strip() for chunk in chunks]
+    prompt = f"Answer ({texts[1]}) or|{texts[0]}| please"
+    for salt in (None, "other"):
+        marked = marker.mark(COMPLETIONS, {"prompt": prompt, "cache_salt": salt})
+        assert marked is not None
+        marks = marked["kv_transfer_params"]["cacheblend"]
+        cut = Marks.read(marks, len(marked["prompt"])).prompt(naming, marked["prompt"], salt)
+        earlier = naming.context.earlier(chunks)
+        assert cut.keys == [naming.key(chunks[n], earlier[n], namespace_of(salt or "")) for n in (1, 0)]
+        assert sum(len(chunk.token_ids) for chunk in cut.chunks if chunk.key) >= 0.8 * sum(map(len, chunks[:2]))
+    assert marker.mark(COMPLETIONS, {"prompt": f"Answer ({texts[1][:-20]})"}) is None
+
+
+def test_thinking_is_the_templates(make_marker: Callable[..., PromptMarker]) -> None:
     """The template's variables of a request with documents hold, what the template does not know is left out as in vLLM."""
     tokenizer = train_tokenizer(python_help()[:20], ModelShape(vocab=400, max_positions=2048))
     tokenizer.chat_template = f"{CHAT_TEMPLATE}{{% if enable_thinking is false %}}no thoughts{{% endif %}}"
-    marker = PromptMarker(tokenizer, ConnectorConfig.from_options({"store_dir": str(tmp_path)}), 2048)
+    marker = make_marker(tokenizer)
     for switch, is_off in (
         ({}, False),
         ({"chat_template_kwargs": {"enable_thinking": False, "other": 1}}, True),
@@ -131,7 +200,8 @@ def test_thinking_is_the_templates(tmp_path: Path) -> None:
         (CHAT, {"messages": [QUESTION, {"role": "assistant", "content": "well,"}], "documents": DOCS}),
         (COMPLETIONS, {"prompt": [1, 2, 3]}),
         (COMPLETIONS, {"prompt": "no passage"}),
-        (COMPLETIONS, {"prompt": "a", "echo": True}),
+        (COMPLETIONS, {"prompt": RULES, "echo": True}),
+        (CHAT, {"messages": [QUESTION, {"role": "tool", "content": RULES}], "documents": DOCS}),
     ],
 )
 def test_what_is_vllms_as_it_is(marker: PromptMarker, path: str, body: dict[str, Any]) -> None:

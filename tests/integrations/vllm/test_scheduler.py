@@ -176,6 +176,21 @@ def test_unmarked_requests_are_not_touched() -> None:
     assert scheduler.take_counts() == {}
 
 
+def test_a_chunk_may_be_a_part_of_what_is_stored() -> None:
+    """Its KV has the stored text's name, a passage's in a namespace of its own; tokens that the text has not are refused."""
+    texts = [[[9, *TOKENS[5:37], 9], 1, [[8, 8]], True], [TOKENS[37:69], 0, [], False]]
+    request = _Request(_marked(stored=texts))
+    scheduler = _arrived(request)
+    scheduler.allocated(request, [1], scheduler.matched(request, 0))
+    ((job,), _) = scheduler.take_jobs()
+    names = [KEYS.key(texts[0][0], ((8, 8),)), KEYS.key(texts[1][0], (), "passages:")]
+    assert (job.prompt.keys, job.prompt.token_ids) == (names, tuple(TOKENS))
+    assert [(chunk.stored_ids[0], chunk.start) for chunk in job.prompt.chunks] == [(9, 1), (TOKENS[37], 0)]
+    texts[0][1] = 0
+    wrong = _Request(_marked(stored=texts))
+    assert "no part" in str(_arrived(wrong).finish(wrong))
+
+
 def test_tenants_have_keys_of_their_own() -> None:
     """A request's cache salt is in its chunks' keys, and a document's earlier text too."""
     asked = list[ChunkKey]()
@@ -192,7 +207,7 @@ def test_marks_are_read_as_written(borders: list[int], ratio: float | None) -> N
     """Marks that fit a prompt are read, and others of the same prompt have another salt."""
     chunks = [list(pair) for pair in zip(sorted(borders)[::2], sorted(borders)[1::2], strict=False)]
     marks = Marks.read({"chunks": chunks, "ratio": ratio}, 60)
-    assert marks == Marks(tuple(map(tuple, chunks)), tuple(range(len(chunks))), ratio)
+    assert (marks.chunks, marks.ratio) == (tuple(map(tuple, chunks)), ratio)
     assert len({marks.salt(0.1, "a"), marks.salt(0.2, "a"), marks.salt(0.1, "b")}) == 3
 
 
@@ -210,6 +225,9 @@ def test_marks_are_read_as_written(borders: list[int], ratio: float | None) -> N
         {"chunks": [[0, 4]], "ratio": 2},
         {"chunks": [[0, 4]], "ratio": float("nan")},
         {"chunks": [[0, 4]], "documents": [1, 2]},
+        {"chunks": [[0, 4]], "stored": [[[1, 2, 3, 4, 5], -1, [], True]]},
+        {"chunks": [[0, 4]], "stored": [[[1, "2"], 0, [], True]]},
+        {"chunks": [[0, 4]], "stored": [[[1, 2, 3, 4], 0, [], True]] * 2},
     ],
 )
 def test_bad_marks_are_refused(params: Any) -> None:

@@ -17,7 +17,7 @@ from tiny_models import VOCAB, tiny_model
 
 from cacheblend.base.errors import InputError, StoreFullError
 from cacheblend.blend import ChunkContext, Fusor
-from cacheblend.integrations.vllm.scheduler import BlendJob, Marks
+from cacheblend.integrations.vllm.scheduler import BlendJob, Marks, StoredText
 from cacheblend.integrations.vllm.worker import BlendWorker
 from cacheblend.service.engine.chunk_context import ChunkNaming
 from cacheblend.service.engine.prompt import PromptChunk
@@ -65,7 +65,7 @@ class Machine:
         self.ranks = Ranks(ranks)
         self.pages = self.ranks.pages
         self.worker = BlendWorker(fusor, self.keys, self.store, self.ranks, 128, prefix_tokens)
-        self.steps = 0
+        self.steps, self.stored = 0, list[StoredText]()  # of which the prompt's chunks are parts
 
     def blend(self, prefix: Sequence[int] = (), rows: int = 100, ratio: float = 0.15) -> dict[str, Any]:
         """The report of the prompt's blend, after a prefix, with so many rows a step; `steps` counts those."""
@@ -80,7 +80,7 @@ class Machine:
 
     def job(self, prefix: Sequence[int] = (), ratio: float = 0.15) -> BlendJob:
         """The prompt's, after a prefix."""
-        marks = Marks(tuple((start + len(prefix), stop + len(prefix)) for start, stop in SPANS), (0, 1))
+        marks = Marks(chunks=[(start + len(prefix), stop + len(prefix)) for start, stop in SPANS], stored=self.stored)
         return BlendJob("one", marks.prompt(self.keys, (*prefix, *PROMPT), None), ratio, is_least=False, block_ids=(0, 1))
 
     def precompute(self) -> tuple[int, int]:
@@ -137,6 +137,18 @@ def test_a_remote_tier_that_goes_makes_misses(open_machine: OpenMachine, remote:
     report = second.blend()
     assert (report["blended"], report["hits"], report["missed_tokens"]) == (True, 0, 44)
     assert second.worker.waiting_misses == 2
+
+
+def test_a_part_of_a_text_is_blended(open_machine: OpenMachine) -> None:
+    """Of a text that the prompt has a part of, all is computed and stored, and the part's KV is a hit."""
+    machine = open_machine("a")
+    machine.stored = [StoredText((3, *chunk, 4), 1, ((5, 6),), is_ingested=True) for chunk in CHUNKS]
+    assert machine.blend()["hits"] == 0
+    for _ in CHUNKS:
+        machine.worker.step([], [], 0, is_idle=True)
+    assert machine.store.find(machine.job().prompt.keys) == [True, True]
+    report = machine.blend()
+    assert (report["hits"], report["hit_tokens"], report["missed_tokens"]) == (2, sum(map(len, CHUNKS)), 0)
 
 
 def test_a_cancelled_request_waits_for_nothing(open_machine: OpenMachine, remote: str) -> None:
