@@ -26,15 +26,16 @@ FORMS = {
     "labelled": r"(?:document|source|passage|chunk|snippet|excerpt|result|reference)[ \t]*(?:#?[\d.]{1,6})?[ \t]*"
     r"(?:[(\[][^()\[\]\n]{0,200}[)\]])?[ \t]*:",
     "context": r"context:|context[ ]information[ ]is[ ]below\.|"
-    r"[^:\n]{0,80}\b(?:context|passages|documents|sources|excerpts|snippets|background)\b[^:\n]{0,40}:[ \t]*$",
+    r"(?![ \t]*(?:if|elif|while|for)[ ](?:not[ ])?[\w.]+(?:[ ](?:is|in|not)[ ].*)?:)"  # code
+    r"[^:\n(=]{0,80}\b(?:context|passages|documents|sources|excerpts|snippets|background)\b[^:\n)=]{0,40}:[ \t]*$",
 }
 # And what ends them: questions, instructions and examples follow, which stay exact.
-ENDS = r"(?:question|query|answer|instructions?|tasks?|rules|guidelines|examples?|input|output|user|human|assistant|ai|q|a)"
+ENDS = "question|query|answer|response|instructions?|tasks?|rules|guidelines|examples?|input|output|user|human|assistant|ai|q|a"
 TAGS = "source document doc passage chunk snippet excerpt result reference document_content page_content text"
 LISTS = "sources documents docs passages chunks results references context"  # whose texts stand apart by empty lines
 _LINE = re.compile(
     "^[ \t#*>]{0,8}(?:"
-    + rf"(?P<end>{ENDS}(?:[ \t]\d{{1,3}})?[ \t*]{{0,4}}:)|"
+    + rf"(?P<end>(?:{ENDS})(?:[ \t]\d{{1,3}})?[ \t*]{{0,4}}:|(?<=#[ ])(?:{ENDS})[ \t]*$)|"
     + r"(?P<rule>(?:-{3,}|={3,}|_{3,}|\*{3,})[ \t]*$)|(?P<fence>```|~~~)|"
     + "|".join(f"(?P<{name}>{form})" for name, form in FORMS.items())
     + ")",
@@ -44,7 +45,14 @@ _TAG = re.compile(rf"<(?P<close>/?)(?P<name>{'|'.join([*TAGS.split(), *LISTS.spl
 _START = re.compile(r"(?<!\w)\S")  # where a stored text may begin
 _SENTENCE_END = re.compile(r"[.!?\u2026\u061f\u06d4][\"'\u2019\u201d)\]]?(?=\s|$)|[\u3002\uff01\uff1f\u0964]")
 _STRING_MARK = re.compile(r'\\.|"', re.DOTALL)
-_INSTRUCTS = re.compile(r"\b(?:you|your|please|always|never|don't|do not|must|should|respond|answer|output)\b", re.IGNORECASE)
+_INSTRUCTS = re.compile(  # words of instructions in English, and by which others are known
+    r"\b(?:you|your|please|always|never|don't|do not|must|should|respond|answer|output|du|immer|niemals?|bitte|antworte|vous|"
+    r"toujours|jamais|veuillez|répondez|eres|siempre|nunca|por favor|debes|responde|sei|sempre|mai|per favore|devi|rispondi|"
+    r"você|responda|deve|jij|altijd|nooit|moet|antwoord|вы|всегда|никогда|пожалуйста|отвечайте|أنت|دائما|أبدا|يجب|من فضلك|"
+    r"आप|हमेशा|कभी|कृपया|उत्तर)\b|你|您|请|必须|不要|回答|ください|必ず|決して|答え|당신|항상|절대|하세요|마세요|답변",
+    re.IGNORECASE,
+)
+_ANSWER = re.compile(r"\n[ \t#*]{0,8}[^\W\d]\w{0,20}(?:[ ]\w{1,20})?:[^\n]*\Z")  # of an example: a last line with a label
 _CODE_LINE = re.compile(
     r"^[ \t]*+(?:(?:def|class|import|from|return|func|fn|function|const|let|var|public|private|static|package|use|using)[ \t]\S"
     r"|#(?:include|define)|select[ \t].*[ \t]from|[\w.]++[ \t]*+=[ \t]|.*[;{}][ \t]*$)",
@@ -199,8 +207,16 @@ def _paragraph(text: str, start: int, end: int, form: str) -> Iterator[Passage]:
     part = text[start:end]
     if form in ("tag", *FORMS) and is_prose(part, 1):
         yield _stripped(text, start, end, form)
-    elif form == "after" and is_prose(part, PARAGRAPH_SENTENCES, PARAGRAPH_CHARACTERS) and len(_INSTRUCTS.findall(part)) < 3:
+    elif form == "after" and is_prose(part, PARAGRAPH_SENTENCES, PARAGRAPH_CHARACTERS) and not _is_example(part.strip()):
         yield _stripped(text, start, end, "paragraph")
+
+
+def _is_example(text: str) -> bool:
+    """Whether a paragraph instructs, ends with an example's answer, or is a list, table or log whose lines are sentences."""
+    answer, lines = _ANSWER.search(text), text.split("\n")
+    has_answer = answer is not None and len(answer[0]) <= 2 * answer.start()
+    ended = sum(_SENTENCE_END.search(line.rstrip()[-2:]) is not None for line in lines)
+    return has_answer or ended > max(3, len(lines) - 2) or len(_INSTRUCTS.findall(text)) >= 3
 
 
 def _stripped(text: str, start: int, end: int, reason: str) -> Passage:

@@ -3,12 +3,13 @@
 python scripts/bench_passages.py look                                # 10,000 characters beside 100,000 stored chunks
 python scripts/bench_passages.py zipf --model DIR --figure out.svg   # 5,000 requests over 2,000 passages, every question new
 python scripts/bench_passages.py quality --model DIR                 # beside `documents` and full recompute, on the handbook
-python scripts/bench_passages.py plain --model DIR                   # 1,000 prompts without passages: none may be blended
+python scripts/bench_passages.py plain [--model DIR]                 # 1,000 prompts without passages: none may be blended
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import random
 import statistics
@@ -18,6 +19,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from plain_prompts import Words, plain_prompts
 
 from cacheblend.blend.fidelity import first_token_kl_nats
 from cacheblend.eval.handbook import handbook_documents, handbook_questions
@@ -29,7 +32,8 @@ from cacheblend.service.engine.prompt import Message
 from cacheblend.service.engine.request import Request
 
 CHUNKS, CHARACTERS, ROUNDS = 100_000, 10_000, 50
-PASSAGES, IN_A_PROMPT, COMPARED_EVERY = 2000, 6, 10
+PASSAGES, IN_A_PROMPT, COMPARED_EVERY = 2000, 6, 25
+TIMED_PROMPTS, TIMED_ROUNDS = 9, 3  # of those without passages: one of each kind
 INSTRUCTION = "Answer from the sources.\n\n"
 
 
@@ -78,36 +82,49 @@ def with_sources(texts: Sequence[str], question: str) -> str:
 
 def zipf(engine: Engine, requests: int, figure: Path | None) -> dict[str, Any]:
     """Share of the passages' tokens that are hits, and full recompute's TTFT over the blend's, by hundred requests."""
-    draw = random.Random(2)
-    texts = texts_of(draw, PASSAGES, sentences=5)
+    draw, words = random.Random(2), Words(2)
+    texts = [words.text(8) for _ in range(PASSAGES)]
     tokens = {text: len(engine.prompts.text_ids(text)) for text in texts}
     weights = [1 / rank for rank in range(1, PASSAGES + 1)]
-    shares, speed_ups = list[float](), list[float]()
+    rows, began = list[tuple[int, float, float]](), time.perf_counter()
     for first in range(0, requests, 100):
-        cached = whole = 0
+        cached = asked = 0
         ratios: list[float] = []
         for number in range(first, first + 100):
             chosen = list(dict.fromkeys(draw.choices(texts, weights, k=3 * IN_A_PROMPT)))[:IN_A_PROMPT]
-            text = with_sources(chosen, " ".join(texts_of(draw, 1, sentences=1)) if number % 100 == 0 else f"What is {number}?")
+            text = with_sources(chosen, f"What is said of number {number}?")
             answer = engine.complete(prepare(engine, text, max_tokens=1))
-            cached, whole = cached + answer.plan.cached_tokens, whole + sum(tokens[one] for one in chosen)
+            cached, asked = cached + answer.plan.cached_tokens, asked + sum(tokens[one] for one in chosen)
             if number % COMPARED_EVERY == 0:
                 exact = engine.complete(prepare(engine, text, max_tokens=1, method="full_recompute"))
                 ratios.append(exact.timings.ttft_s / answer.timings.ttft_s)
             engine.drain()
-        shares.append(cached / whole)
-        speed_ups.append(statistics.median(ratios))
-        print(f"{first + 100:5} requests: {shares[-1]:.2f} of the passages' tokens are hits, {speed_ups[-1]:.1f} x", flush=True)
+        rows.append((first + 100, round(cached / asked, 3), round(statistics.median(ratios), 2)))
+        print(
+            f"{first + 100:5} requests: {cached / asked:.2f} of the passages' tokens are hits, {rows[-1][2]:.1f} x", flush=True
+        )
     if figure is not None:
-        from matplotlib import pyplot
+        draw_zipf(rows, figure)
+    hits, speed_ups = zip(*(row[1:] for row in rows[-10:]), strict=True)
+    last = {"hits_of_last": statistics.mean(hits), "speed_up_of_last": statistics.median(speed_ups)}
+    return {"requests": requests, "seconds": round(time.perf_counter() - began), **last, "stored": len(engine.store.ls())}
 
-        drawn, axes = pyplot.subplots(figsize=(7, 3))
-        axes.plot(range(100, requests + 1, 100), shares, label="hits, share of the passages' tokens")
-        axes.plot(range(100, requests + 1, 100), [one / max(speed_ups) for one in speed_ups], label="speed-up over its largest")
-        axes.set(xlabel="requests", ylim=(0, 1.05))
-        axes.legend()
-        drawn.savefig(figure, bbox_inches="tight")
-    return {"hits": [round(one, 3) for one in shares], "speed_up": [round(one, 2) for one in speed_ups]}
+
+def draw_zipf(rows: Sequence[tuple[int, float, float]], figure: Path) -> None:
+    """Draw hits and speed-up, and write them beside the figure as CSV."""
+    from matplotlib import pyplot
+
+    with figure.with_suffix(".csv").open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([("requests", "hits", "speed_up"), *rows])
+    requests, hits, speed_ups = zip(*rows, strict=True)
+    drawn, axes = pyplot.subplots(figsize=(7, 3))
+    axes.plot(requests, hits, label="share of the passages' tokens that are hits")
+    axes.set(xlabel="requests, each of six of 2,000 passages by Zipf's law and a new question", ylabel="hits", ylim=(0, 1))
+    beside = axes.twinx()
+    beside.plot(requests, speed_ups, color="tab:orange", label="full recompute's TTFT over the blend's")
+    beside.set(ylabel="speed-up", ylim=(0, None))
+    drawn.legend(loc="lower right", bbox_to_anchor=(0.9, 0.2))
+    drawn.savefig(figure, bbox_inches="tight", dpi=120)
 
 
 def quality(engine: Engine, cases: int) -> dict[str, Any]:
@@ -146,38 +163,29 @@ def quality(engine: Engine, cases: int) -> dict[str, Any]:
     return {**figures, "ttft_over_documents": round(figures["found"]["ttft_s"] / figures["documents"]["ttft_s"], 3)}
 
 
-def plain(engine: Engine, requests: int) -> dict[str, Any]:
-    """How many prompts of code, chats, tables, logs, verse and instructions are blended at third sight; and the look's time."""
-    draw = random.Random(4)
-    words = " ".join(texts_of(draw, 20, sentences=2)).replace(".", "").lower().split()
+def plain(requests: int) -> dict[str, Any]:
+    """How many prompts of code, schemas, logs, tables, verse, examples, instructions and chats have a passage to blend."""
+    blended: dict[str, int] = {}
+    for name, messages in plain_prompts(requests):
+        blended[name] = blended.get(name, 0) + any(find_passages(text, role) for role, text in messages)
+    return {"prompts": requests, "blended": sum(blended.values()), "by_kind": blended}
 
-    def some(count: int) -> str:
-        return " ".join(draw.choices(words, k=count))
 
-    kinds = {
-        "code": lambda: "\n".join(f"    {some(1)} = {some(1)}({some(1)}, {draw.randint(0, 99)})" for _ in range(20)),
-        "log": lambda: "\n".join(f"2026-11-{draw.randint(10, 28)} 12:00:{n:02} INFO {some(6)}" for n in range(20)),
-        "table": lambda: "\n".join(f"| {some(1)} | {draw.randint(0, 999)} | {some(2)} |" for _ in range(20)),
-        "verse": lambda: "\n".join(some(6) for _ in range(16)),
-        "schema": lambda: json.dumps({some(1): {"type": "object", "description": some(8)} for _ in range(6)}, indent=1),
-        "chat": lambda: f"{some(12).capitalize()}? {some(9).capitalize()}.",
-        "orders": lambda: "\n\n".join(f"You must always {some(9)}. Never {some(8)}. Please {some(7)}." for _ in range(4)),
-    }
-    blended, shares = dict.fromkeys(kinds, 0), list[float]()
-    for number in range(requests):
-        name = list(kinds)[number % len(kinds)]
-        text = f"{some(3)}\n\n{kinds[name]()}\n\n{some(5)}?"
-        for _ in range(3):
+def slowdown(engine: Engine) -> dict[str, Any]:
+    """The look's time over the full prefill's TTFT, for one prompt of each kind."""
+    shares: dict[str, float] = {}
+    for name, messages in plain_prompts(TIMED_PROMPTS):
+        layout = engine.prompts.chat([Message(*message) for message in messages], with_chunks=False)
+        looks, prefills = list[float](), list[float]()
+        for _ in range(TIMED_ROUNDS):
             began = time.perf_counter()
-            request = prepare(engine, text, max_tokens=1)
-            took = time.perf_counter() - began
-            answer = engine.complete(request)
-            engine.drain()
-        began = time.perf_counter()
-        engine.find_passages([("user", text)])
-        shares.append((time.perf_counter() - began) / (took + answer.timings.ttft_s))
-        blended[name] += answer.plan.hits > 0
-    return {"prompts": requests, "blended": blended, "look_share_of_ttft": round(statistics.median(shares), 5)}
+            engine.find_passages(messages)
+            looks.append(time.perf_counter() - began)
+            request = engine.prepare(messages[-1][1], layout=layout, num_chunks=0, max_tokens=1, method="full_recompute")
+            prefills.append(engine.complete(request).timings.ttft_s)
+        shares[name] = round(min(looks) / min(prefills), 5)
+        print(f"{name:10} {1000 * min(looks):.2f} ms beside {1000 * min(prefills):.0f} ms to the first token", flush=True)
+    return {"worst_slowdown": max(shares.values()), "slowdown": shares}
 
 
 def main() -> None:
@@ -191,13 +199,17 @@ def main() -> None:
     if options.what == "look":
         print(json.dumps(look()))
         return
+    without_passages = plain(options.requests or 1000) if options.what == "plain" else {}
+    if without_passages and options.model is None:
+        print(json.dumps(without_passages))
+        return
     if options.model is None:
         parser.error("--model is needed")
     with tempfile.TemporaryDirectory() as folder, Engine(EngineConfig(model=options.model, store_dir=folder)) as engine:
         measured = {
             "zipf": lambda: zipf(engine, options.requests or 5000, options.figure),
             "quality": lambda: quality(engine, options.requests or 40),
-            "plain": lambda: plain(engine, options.requests or 1000),
+            "plain": lambda: without_passages | slowdown(engine),
         }[options.what]()
     print(json.dumps(measured))
 

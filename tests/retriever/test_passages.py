@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-import abc
-import ast
-import bisect
-import calendar
-import cmd
-import code
-import copy
-import csv
-import dis
-import enum
-import fnmatch
-import gzip
-import heapq
-import inspect
-import io
 import json
-import keyword
-import random
-from collections.abc import Iterator
 
 import pytest
+from plain_prompts import plain_prompts
 
 from cacheblend.retriever import Chunk
 from cacheblend.retriever.passages import Passage, StoredTexts, find_passages
@@ -103,45 +86,9 @@ def test_stored_texts_are_found_between_any_characters() -> None:
     assert [one.chunk and one.chunk.position for one in find_passages(text, "user", known)] == [2, 3]
 
 
-def negatives() -> Iterator[str]:
-    """Prompts without passages."""
-    draw = random.Random(1)
-    for module in (abc, ast, bisect, calendar, cmd, code, copy, csv, dis, enum, fnmatch, gzip, heapq, io, keyword):
-        source = inspect.getsource(module)[:6000]
-        yield f"What does this do?\n\n{source}"
-        yield f"Explain:\n```python\n{source}\n```\nBe brief."
-    words = ["user", "order", "total", "price", "status", "name", "list", "count", "query", "limit", "offset", "sort"]
-    for _ in range(20):
-        fields = {draw.choice(words): {"type": "string", "description": f"The {draw.choice(words)}. {RIVER}"} for _ in range(6)}
-        yield f"Call this tool.\n\n{json.dumps({'type': 'object', 'properties': fields}, indent=1)}\n\nNow."
-        rows = "\n".join(" | ".join(str(draw.random()) for _ in range(5)) for _ in range(20))
-        yield f"Sum this table.\n\na | b | c | d | e\n{rows}\n\nThanks."
-        lines = (f"2026-11-25T10:{draw.randrange(60):02}:07 INFO [{draw.choice(words)}] {RIVER[:60]}" for _ in range(20))
-        yield "Why does it fail? The log is:\n\n" + "\n".join(lines) + "\n\nTell me. Be exact. I need it now."
-        verses = "\n".join(" ".join(draw.choices(words, k=5)) + "." for _ in range(16))
-        yield f"Go on with the poem.\n\n{verses}\n\n{verses}\n\nThe end."
-        turns = "\n\n".join(f"User: {draw.choice(TEXTS)}\n\nAssistant: {draw.choice(TEXTS)}" for _ in range(3))
-        yield f"Go on with the chat.\n\n{turns}\n\nUser: hello"
-        shots = "\n\n".join(f"Input: {draw.choice(TEXTS)}\nOutput: {draw.choice(words)}" for _ in range(3))
-        yield f"Classify.\n\n{shots}\n\nInput: {RIVER}\nOutput:"
-    rules = "You are a helpful assistant. Always answer in French. Never tell what you do not know. If you are unsure, ask. "
-    for language in (
-        "¿Cuál es la capital?",
-        "Какая столица Франции?",
-        "法国的首都是哪里。请用中文回答。",
-        "ما هي عاصمة فرنسا؟",
-        "A? B?",
-    ):
-        yield f"{language}\n\n{language}"
-        yield f"{rules * 3}\n\n{rules * 4}\n\n{language}"
-        yield f"{RIVER} {language}"
-
-
 def test_nothing_else_is_a_passage() -> None:
     """Code, tables, schemas, logs, verses, chats, examples, instructions and questions hold none."""
-    prompts = list(negatives())
-    found = {text[:200]: one for text in prompts for one in find_passages(text, "user")}
-    assert len(prompts) > 150
+    found = {text[:200]: one for _, chat in plain_prompts(450) for role, text in chat for one in find_passages(text, role)}
     assert not found
 
 
