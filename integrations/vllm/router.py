@@ -333,7 +333,7 @@ def _messages(messages: Any) -> list[Message] | None:
 
 
 def vllm_renderer(renderer: Any) -> Render:
-    """The token ids that vLLM's `OnlineRenderer` makes of a request, for threads that its event loop has begun."""
+    """The token ids that vLLM's own renderer makes of a request, for threads that its event loop has begun."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
