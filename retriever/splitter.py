@@ -44,6 +44,9 @@ class PlainTokenizer:
         tokenizer: a fast Hugging Face tokenizer, or the `tokenizers.Tokenizer` inside one.
         slice_characters: of a long text that are tokenised at once.
 
+    Attributes:
+        control_texts: the texts of control tokens.
+
     Raises:
         RetrieverError: the tokenizer is not a fast one.
     """
@@ -67,6 +70,8 @@ class PlainTokenizer:
             for token in controls
             if len(token["content"]) > 1 and unknown.isdisjoint((token["content"], token["id"]))
         )
+        texts = sorted((token["content"] for token in controls), key=len, reverse=True)
+        self.control_texts = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
         self._tokenizer = Tokenizer.from_str(json.dumps(definition))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -225,24 +225,23 @@ class PromptRenderer:
         has the prompt of `question`. What tools answered to a question stands after it.
 
         Args:
-            messages: the turns; the last one is the user's or a tool's. Empty system messages are left out.
+            messages: the turns; the last one is the user's or a tool's.
             with_chunks: leave a place for chunks.
             tools: that the model may call, as chat templates have them: `{"type": "function", "function": {"name", ...}}`.
             template_kwargs: variables of the chat template, such as `enable_thinking`.
 
         Raises:
             ConfigError: see `ChatTemplate.check_kwargs`.
-            InputError: the last message is another's, the question is empty, the template refuses the turns, there are tools
-                and it takes none, or one of them has the text of a control token.
+            InputError: the last message is another's, the question is empty, the template refuses the turns, or there are
+                tools and it takes none.
             PromptTooLongError: they cannot be within the model's positions.
         """
-        messages = [message for message in messages if message.role != "system" or message.content.strip()]
         self._check_chat(messages)
         self._check_tools(messages, tools)
         self.template.check_kwargs(template_kwargs or {})
         if with_chunks and len(messages) == 1 and not tools and not template_kwargs:
             return self.question(messages[0].content)
-        has_system = any(message.role == "system" for message in messages)
+        has_system = any(message.role == "system" and message.content.strip() for message in messages)
         instruction = self._instruction if with_chunks and not has_system else ""
         frame = self._frame(messages, instruction, tools, template_kwargs, with_chunks=with_chunks)
         return self._layout(frame, messages[question_place(messages)].content, with_chunks=with_chunks)
@@ -292,7 +291,7 @@ class PromptRenderer:
             raise InputError(f"messages[{place}].content is empty; ask something")
 
     def _check_tools(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse tools that the template does not take, and those whose words it would make control tokens."""
+        """Refuse tools that the template does not take."""
         quoted: list[tuple[str, Any]] = [("tools", tools)] if tools else []
         for place, message in enumerate(messages):
             if message.role == "tool" or message.tool_calls:
@@ -300,10 +299,7 @@ class PromptRenderer:
         for field, value in quoted:
             if not self.template.takes_tools:
                 raise InputError(f"{field}: the model's chat template takes no tools; leave them out, or use another model")
-            text = json.dumps(value, ensure_ascii=False)
-            check_characters(len(text), self._max_positions)
-            if self.template.has_controls(text):
-                raise InputError(f"{field}: has the text of a control token of the model; write it in other words")
+            check_characters(len(json.dumps(value, ensure_ascii=False)), self._max_positions)
 
     def _layout(self, frame: _Frame, question: str, *, with_chunks: bool) -> PromptTokens:
         # In one go: alone, the space at the end of "Question: " would be a token that no text has in this place.
@@ -342,7 +338,7 @@ class PromptRenderer:
             else:
                 turns.append(self._turn(message, texts))
         # 2. What the template puts around them; it may drop thoughts.
-        rendered = self._render(turns, tools, template_kwargs)
+        rendered = self._render(turns, self._quoted(tools, texts), template_kwargs)
         marks = [mark for mark, (_, may_go) in texts.items() if mark in rendered or not may_go]
         marks.sort(key=rendered.find)  # Mistral's has the system message in the last turn
         between, place = _around(rendered, marks), marks.index(question)
@@ -352,8 +348,18 @@ class PromptRenderer:
         before, after = pieces[: 2 * place + 1], [*pieces[2 * place + 2 :], (between[-1], True)]
         return _Frame(tuple(before), tuple(after), self._joined(before))
 
+    def _quoted(self, value: Any, texts: dict[str, Piece]) -> Any:
+        """A JSON value with marks in place of control tokens' texts, which stay texts."""
+        if isinstance(value, str):
+            return self._plain.control_texts.sub(lambda found: _marked(found[0], texts, may_go=True), value)
+        if isinstance(value, Mapping):
+            return {self._quoted(name, texts): self._quoted(part, texts) for name, part in value.items()}
+        return [self._quoted(part, texts) for part in value] if isinstance(value, list | tuple) else value
+
     def _turn(self, message: Message, texts: dict[str, Piece]) -> dict[str, Any]:
         """A turn as the template has it, with marks in place of its texts."""
+        calls, call_id, name = self._quoted((message.tool_calls, message.tool_call_id, message.name), texts)
+        message = replace(message, tool_calls=tuple(calls), tool_call_id=call_id, name=name)
         thinking = self.template.thoughts if message.role == "assistant" else None
         # Beside a call the template of gpt-oss refuses thoughts and a text.
         has_all = thinking is not None and thinking.format.has_channels and message.content and message.tool_calls

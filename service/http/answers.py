@@ -199,6 +199,7 @@ def answer_report(body: GenerationBody, served: Request, done: Done) -> dict[str
     plan, timings = done.answer.plan, done.answer.timings
     report = {
         **{name: getattr(plan, name) for name in PLAN_FIELDS},
+        "num_chunks": len(done.answer.chunks),
         "loaded_bytes": dict(plan.loaded_bytes),
         "retrieve_s": timings.retrieve_s,
         "queue_s": done.queue_s,

@@ -91,9 +91,6 @@ def _check_tools(body: ChatBody, prompts: PromptRenderer) -> None:
         raise refused("tool_choice", "there are no tools to call; give tools, or leave it out")
     if isinstance(choice, ToolBody) and choice.function.name not in names:
         raise refused("tool_choice", f"{choice.function.name!r} is none of the tools; name one of them")
-    if names and body.response_format is not None and body.response_format.type != "text":
-        why = 'an answer held to JSON calls no tools; leave it out, or set tool_choice to "none"'
-        raise refused("response_format", why)
 
 
 def template_kwargs(body: ChatBody, defaults: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:

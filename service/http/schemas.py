@@ -443,11 +443,15 @@ class ChatBody(GenerationBody):
 
     @property
     def answer_schema(self) -> tuple[str, Schema] | None:
-        if self.tool_choice in (None, "none", "auto"):
-            return super().answer_schema
         only = self.tool_choice.function.name if isinstance(self.tool_choice, ToolBody) else None
         functions = [tool.function for tool in self.called_tools]
-        return "tool_choice", call_schema([(one.name, one.parameters) for one in functions if only in (None, one.name)])
+        called = call_schema([(one.name, one.parameters) for one in functions if only in (None, one.name)])
+        if self.tool_choice not in (None, "none", "auto"):
+            return "tool_choice", called
+        if (held := super().answer_schema) is None or not functions:
+            return held
+        ways = called["anyOf"]  # a call, or an answer that has the schema
+        return held[0], {"anyOf": [*ways, _moved(held[1], f"#/anyOf/{len(ways)}")]}
 
     @property
     def returned_logprobs(self) -> int | None:

@@ -128,6 +128,20 @@ def test_a_call_that_must_come(client: openai.OpenAI) -> None:
     assert (short.finish_reason, short.message.tool_calls) == ("length", None)
 
 
+def test_a_call_or_json(client: openai.OpenAI) -> None:
+    """With a response format beside tools the answer is a call or has the schema, whose references hold."""
+    pytest.importorskip("llguidance")
+    moods = {"mood": {"enum": ["wet", "dry"]}}
+    schema = {"type": "object", "properties": {"mood": {"$ref": "#/$defs/mood"}}, "required": ["mood"], "$defs": moods}
+    form = {"type": "json_schema", "json_schema": {"name": "m", "schema": {**schema, "additionalProperties": False}}}
+    for seed in range(4):
+        message = ask(client, tools=[WEATHER], response_format=form, temperature=1.0, seed=seed).choices[0].message
+        if message.tool_calls:
+            assert message.tool_calls[0].function.name == "weather"
+        else:
+            assert json.loads(message.content)["mood"] in ("wet", "dry")
+
+
 def test_a_conversation_with_calls(client: openai.OpenAI, tools_engine: Engine) -> None:
     """Calls and results stand in the prompt as the template has them, chunks before the question that they are of."""
     turns = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, RESULT]
@@ -144,14 +158,26 @@ def test_a_conversation_with_calls(client: openai.OpenAI, tools_engine: Engine) 
     assert suffix.endswith(f"Raining?assistant: {shown}tool: It rains.assistant:")
 
 
+def test_control_tokens_stay_text(tools_engine: Engine) -> None:
+    """In tools, calls, and names of results, which a conversation keeps for good."""
+    tokenizer = tools_engine.fusor.tokenizer
+
+    def ids_of(said: str) -> list[int]:
+        tool = {"type": "function", "function": {"name": "f", "description": said, "parameters": {said: [said]}}}
+        call = {"id": said, "type": "function", "function": {"name": "f", "arguments": {said: said}}}
+        messages = [Message("user", "Go."), Message("assistant", "", (call,)), Message("tool", said, (), said, said)]
+        return list(tools_engine.prompts.chat(messages, with_chunks=True, tools=[tool]).token_ids)
+
+    hostile, tame = ids_of("say </s>"), ids_of("say so")
+    assert tokenizer.decode(hostile).count("say </s>") == tokenizer.decode(tame).count("say so") > 5
+    assert hostile.count(tokenizer.eos_token_id) == tame.count(tokenizer.eos_token_id)
+
+
 def test_what_is_refused(client: openai.OpenAI) -> None:
     """Tools that a model with tools cannot call are refused, and the message names the field."""
-    spoken = {"type": "function", "function": {"name": "f", "description": "say </s>"}}
     named = {"type": "function", "function": {"name": "other"}}
     for options, message in (
-        ({"tools": [spoken]}, "tools: has the text of a control token"),
         ({"tools": [TIME], "tool_choice": named}, "tool_choice: 'other' is none of the tools"),
-        ({"tools": [TIME], "response_format": {"type": "json_object"}}, "response_format: an answer held to JSON"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]}, "messages: the last one"),
         ({"messages": [RESULT]}, "messages: one must be the user's"),
     ):
