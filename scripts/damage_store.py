@@ -2,8 +2,8 @@
 
     python scripts/damage_store.py                 # 1,000 damages
 
-A store folder as `cacheblend serve` keeps it (KV, index, a profile) is made once, with documents, a pinned one, KV of a text
-that a request brought, and one copy of it taken while it is in use, with write-ahead logs. Each round copies it, picks a kind
+A store folder as `cacheblend serve` keeps it (KV, index, a profile) is made once, with documents, KV of a text that a request
+brought, and one copy of it taken while it is in use, with write-ahead logs. Each round copies it, picks a kind
 of file, one file of it and a damage by a seeded choice: bits flipped, cut short, a run of zeros, overwritten with noise,
 removed. Then the folder is opened. It may be refused, with an error of CacheBlend's own. Where it opens, every document is
 shown, searched for and listed, every entry read, a question answered, a document ingested and one deleted, all of it verified
@@ -114,7 +114,6 @@ class DamagedStores:
         closed, in_use = self._templates
         with self._open(closed) as engine:
             engine.ingest(DOCUMENTS)
-            engine.store.documents.pin(str(DOCUMENTS[0]["id"]))
             engine.answer(QUESTION, documents=BROUGHT)
             engine.drain()
             write_profile(engine.config.profile_dir, self._profile())
@@ -160,7 +159,6 @@ class DamagedStores:
     def _look(self, store: Path, count: Counter[str], what: str) -> None:
         with self._open(store) as engine:
             self._read(engine, count, what)
-            self._allowed(lambda: engine.store.documents.pin("while"), count)
             self._allowed(lambda: engine.documents.delete("class"), count)
             if self._allowed(lambda: engine.ingest([NEW]), count) is not None:
                 self._show(engine, NEW["id"], count, what)

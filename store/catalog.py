@@ -22,49 +22,31 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 4
 
-# Whether a pinned document has the entry; the row at hand is called `entries`.
-IS_PINNED = """EXISTS (
-    SELECT 1 FROM document_chunks JOIN documents ON documents.id = document_chunks.document
-    WHERE document_chunks.digest = entries.digest AND documents.pinned
-)"""
-
-_OF_PASSAGES = f"pinned = 0 AND namespace >= '{PASSAGES}' AND namespace < '{PASSAGES[:-1]};'"
+_OF_PASSAGES = f"namespace >= '{PASSAGES}' AND namespace < '{PASSAGES[:-1]};'"
 _TABLES = ("entries", "totals", "documents", "document_chunks")
 
 SCHEMA = (
     """CREATE TABLE entries (
         digest TEXT PRIMARY KEY, model TEXT NOT NULL, codec TEXT NOT NULL, namespace TEXT NOT NULL,
         tokens INTEGER NOT NULL, layers INTEGER NOT NULL, bytes INTEGER NOT NULL,
-        created_ns INTEGER NOT NULL, used_ns INTEGER NOT NULL,
-        pinned INTEGER NOT NULL DEFAULT 0
+        created_ns INTEGER NOT NULL, used_ns INTEGER NOT NULL
     ) WITHOUT ROWID""",
-    "CREATE INDEX entries_to_evict ON entries (used_ns, digest) WHERE pinned = 0",
+    "CREATE INDEX entries_to_evict ON entries (used_ns, digest)",
     f"CREATE INDEX passages_to_evict ON entries (used_ns, digest) WHERE {_OF_PASSAGES}",
     "CREATE TABLE totals (entries INTEGER NOT NULL, bytes INTEGER NOT NULL)",
     "INSERT INTO totals VALUES (0, 0)",
     """CREATE TABLE documents (
-        id TEXT PRIMARY KEY, version TEXT NOT NULL, pinned INTEGER NOT NULL DEFAULT 0
+        id TEXT PRIMARY KEY, version TEXT NOT NULL
     ) WITHOUT ROWID""",
     """CREATE TABLE document_chunks (
         document TEXT NOT NULL, digest TEXT NOT NULL, PRIMARY KEY (document, digest)
     ) WITHOUT ROWID""",
     "CREATE INDEX document_chunks_by_digest ON document_chunks (digest)",
-    f"""CREATE TRIGGER entry_added AFTER INSERT ON entries BEGIN
+    """CREATE TRIGGER entry_added AFTER INSERT ON entries BEGIN
         UPDATE totals SET entries = entries + 1, bytes = bytes + new.bytes;
-        UPDATE entries SET pinned = {IS_PINNED} WHERE digest = new.digest;
     END""",
     """CREATE TRIGGER entry_removed AFTER DELETE ON entries BEGIN
         UPDATE totals SET entries = entries - 1, bytes = bytes - old.bytes;
-    END""",
-    f"""CREATE TRIGGER document_chunk_added AFTER INSERT ON document_chunks BEGIN
-        UPDATE entries SET pinned = {IS_PINNED} WHERE digest = new.digest;
-    END""",
-    f"""CREATE TRIGGER document_chunk_removed AFTER DELETE ON document_chunks BEGIN
-        UPDATE entries SET pinned = {IS_PINNED} WHERE digest = old.digest;
-    END""",
-    f"""CREATE TRIGGER document_pinned AFTER UPDATE OF pinned ON documents BEGIN
-        UPDATE entries SET pinned = {IS_PINNED}
-        WHERE digest IN (SELECT digest FROM document_chunks WHERE document = new.id);
     END""",
 )
 
@@ -188,9 +170,9 @@ class Catalog:
             self.change()
 
     def evictable(self) -> Iterator[tuple[str, int]]:
-        """Digest and bytes of the entries that no pinned document has: passages, then others, the least recently used first."""
+        """Digest and bytes of all entries: passages, then others, the least recently used first."""
         self.save_uses()
-        for rows in (_OF_PASSAGES, f"pinned = 0 AND NOT ({_OF_PASSAGES})"):
+        for rows in (_OF_PASSAGES, f"NOT ({_OF_PASSAGES})"):
             query = f"SELECT digest, bytes, used_ns FROM entries WHERE {rows} AND (used_ns, digest) > (?, ?) "
             last = (-1, "")
             while page := self.database.rows(f"{query} ORDER BY used_ns, digest LIMIT 64", *last):
@@ -211,22 +193,20 @@ class Catalog:
             yield CatalogEntry(ChunkKey(*row[:4]), *row[4:])
 
     def is_miscounted(self) -> bool:
-        """Whether totals or pins are not what they are when counted anew.
+        """Whether totals are not what they are when counted anew.
 
         Raises:
             StoreDirectoryError: the file's own structure is broken.
         """
         self.database.check()
-        wrong_pins = f"SELECT 1 FROM entries WHERE pinned != {IS_PINNED} LIMIT 1"
-        return self._totals_are_wrong() or bool(self.database.rows(wrong_pins))
+        return self._totals_are_wrong()
 
     def count_anew(self, file_bytes: Iterable[tuple[int, str]] = ()) -> None:
-        """Note the bytes of files, each before its digest, and count totals and pins from the rows that they follow from."""
+        """Note the bytes of files, each before its digest, and count totals from the rows that they follow from."""
         with self.database.transaction() as transaction:
             transaction.executemany("UPDATE entries SET bytes = ? WHERE digest = ?", file_bytes)
             transaction.execute("DELETE FROM totals")
             transaction.execute(f"INSERT INTO totals {_TOTALS}")
-            transaction.execute(f"UPDATE entries SET pinned = {IS_PINNED}")
 
     def _totals_are_wrong(self) -> bool:
         return bool(self.database.rows("SELECT * FROM totals") != self.database.rows(_TOTALS))
@@ -281,7 +261,6 @@ class StoredDocument:
 
     id: str
     version: str  # tells its texts apart
-    pinned: bool  # evictions spare its chunks
     chunks: int  # different ones
     stored_chunks: int  # of these: their KV is on NVMe now
     shared_chunks: int  # of these: other documents have them as well
@@ -290,7 +269,7 @@ class StoredDocument:
 
 
 _DOCUMENT = """
-SELECT d.id, d.version, d.pinned, count(c.digest), count(e.digest),
+SELECT d.id, d.version, count(c.digest), count(e.digest),
     coalesce(sum(c.shared), 0), coalesce(sum(e.bytes), 0), coalesce(sum(e.bytes * (1 - c.shared)), 0)
 FROM documents d
 LEFT JOIN (
@@ -325,9 +304,7 @@ class DocumentTable:
 
     def get(self, id_: str) -> StoredDocument | None:
         """One document; None if the store knows no document of that id."""
-        for name, version, pinned, *counts in self._database.rows(_DOCUMENT, id_):
-            return StoredDocument(name, version, bool(pinned), *counts)
-        return None
+        return next((StoredDocument(*row) for row in self._database.rows(_DOCUMENT, id_)), None)
 
     def version(self, id_: str) -> str | None:
         """The version of a document; None if the store knows no document of that id."""
@@ -340,7 +317,7 @@ class DocumentTable:
         return [id_ for (id_,) in rows]
 
     def put(self, documents: Iterable[tuple[str, str, Sequence[ChunkKey]]]) -> int:
-        """Note documents and their chunks, in one transaction; stores no KV. A document stays pinned.
+        """Note documents and their chunks, in one transaction; stores no KV.
 
         Args:
             documents: `(id, version, keys)` each. With a version that is known, keys are added to those there are (another
@@ -364,7 +341,7 @@ class DocumentTable:
                     (id_, version),
                 )
                 transaction.execute(
-                    "INSERT INTO documents VALUES (?, ?, 0) ON CONFLICT (id) DO UPDATE SET "
+                    "INSERT INTO documents (id, version) VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET "
                     "version = excluded.version WHERE version != excluded.version",
                     (id_, version),
                 )
@@ -404,7 +381,7 @@ class DocumentTable:
             self.forget_texts(())
 
     def delete(self, id_: str) -> int:
-        """Forget a document, pinned or not, and remove the KV of chunks that no other document has; returns their number.
+        """Forget a document, and remove the KV of chunks that no other document has; returns their number.
 
         Works on a full disk too, where files are removed first.
 
@@ -418,7 +395,7 @@ class DocumentTable:
 
         with self._nvme.exclusive():
             if self.version(id_) is None:
-                raise _unknown(id_)
+                raise InputError(f"the store knows no document {id_!r}; `cacheblend documents ls` lists them")
             own = [digest for (digest,) in self._database.rows(_OWN, id_)]
             return self._change(change, self._digests([id_]), own)
 
@@ -441,21 +418,6 @@ class DocumentTable:
                 self._change(lambda _: None, gone, gone)
             self._nvme.folder.clear_damaged()
             self._database.truncate_log()
-
-    def pin(self, id_: str, *, pinned: bool = True) -> None:
-        """Spare a document's chunks from evictions by every process, those that are stored later too; or no longer.
-
-        Raises:
-            InputError: there is no such document.
-        """
-
-        def change() -> int:
-            with self._database.transaction() as transaction:
-                return transaction.execute("UPDATE documents SET pinned = ? WHERE id = ?", (pinned, id_)).rowcount
-
-        with self._nvme.exclusive():
-            if not self._nvme.on_full_disk_too(change):
-                raise _unknown(id_)
 
     def _digests(self, ids: Iterable[str]) -> list[str]:
         """Digests of the chunks of these documents, each once."""
@@ -488,7 +450,3 @@ class DocumentTable:
             dropped = commit() if own is None else self._nvme.on_full_disk_too(commit, own)
             self._forget(dropped)
         return len(dropped)
-
-
-def _unknown(id_: str) -> InputError:
-    return InputError(f"the store knows no document {id_!r}; `cacheblend documents ls` lists them")

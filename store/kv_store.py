@@ -192,18 +192,6 @@ class KVStore:
             self._forget_everywhere([key.digest])
         return bool(removed) or waits
 
-    def clear(self) -> None:
-        """Remove every entry, pinned ones and those of other processes too, and the files that were set aside.
-
-        Documents stay known, so that what is stored of them later is still pinned, and dropped with them. The remote tier keeps
-        what it has.
-        """
-        with self._live.exclusive():
-            self._queue.discard()
-            self._nvme.clear()
-            for tier in self._caches:
-                tier.clear()
-
     def exclusive(self) -> AbstractContextManager[None]:
         """Exclude all other threads and processes that change this store; re-entrant.
 

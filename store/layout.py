@@ -197,7 +197,7 @@ def _open(path: Path) -> int:
         raise write_error(path, error) from error
 
 
-RESERVE_BYTES = 512 * 1024  # room for SQLite's log of a removal or a pin: 4 KiB for each changed page of the catalog
+RESERVE_BYTES = 512 * 1024  # room for SQLite's log of a removal: 4 KiB for each changed page of the catalog
 
 
 class Reserve:

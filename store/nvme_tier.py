@@ -38,7 +38,7 @@ class VerifyReport:
     mismatched: tuple[str, ...]  # the catalog says something else than the file; repaired by what the file says
     orphans: tuple[str, ...]  # files without an entry; complete ones are entered into the catalog, others set aside
     leftovers: int  # files that a crash left half written; removed
-    miscounted: bool  # the catalog's totals and pins do not follow from its entries; repaired by counting anew
+    miscounted: bool  # the catalog's totals do not follow from its entries; repaired by counting anew
     repaired: bool  # all of it
 
     @property
@@ -222,12 +222,6 @@ class NvmeTier:
                 else:
                     self.folder.set_aside(path, damage)
 
-    def clear(self) -> None:
-        """Remove every entry, and the files that were set aside."""
-        with self.exclusive():
-            self.remove(row.key.digest for row in self.catalog.entries())
-            self.folder.clear_damaged()
-
     def shrink(self) -> Sequence[str]:
         """Evict entries until the budget holds, as far as pins allow; returns their digests."""
         with self.exclusive(), self._evicting(0) as victims:
@@ -329,7 +323,7 @@ class NvmeTier:
             if excess_bytes > 0 and file_bytes:
                 raise StoreFullError(
                     f"an entry of {file_bytes} bytes does not fit nvme_budget_bytes={self.budget_bytes} beside what is pinned; "
-                    "raise the budget, split the chunk, or unpin documents"
+                    "raise the budget, or split the chunk"
                 )
             yield victims
             self.evictions += len(victims)

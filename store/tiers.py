@@ -158,9 +158,6 @@ class CacheTier(KVTier, Protocol):
     def discard(self, digest: str) -> None:
         """Drop an entry, pinned or not; nothing where it is not held."""
 
-    def clear(self) -> None:
-        """Drop every entry."""
-
 
 class RamTier:
     """The `CacheTier` in memory: entries by digest, the least recently used dropped first (paper §5.1)."""
@@ -228,11 +225,6 @@ class RamTier:
 
     def set_aside(self, digest: str, layers: Iterable[int] = ()) -> None:
         self.discard(digest)
-
-    def clear(self) -> None:
-        with self._lock:
-            self._entries.clear()
-            self._bytes = 0
 
     def close(self) -> None: ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
@@ -129,13 +129,10 @@ class WriteQueue:
         else:
             write.stored.set_result(stored)
 
-    def discard(self, digests: Iterable[str] | None = None) -> None:
-        """Let go of entries that are not to be written any more; None for all."""
+    def discard(self, digests: Sequence[str]) -> None:
+        """Let go of entries that are not to be written any more."""
         with self._changed:
             self.generation += 1
-            if digests is None:
-                self._all_discarded_at = self.generation
-            digests = list(self._writes if digests is None else digests)
             self._discarded_at |= dict.fromkeys(digests, self.generation)
             if len(self._discarded_at) > MAX_DISCARDED:  # what is forgotten counts for all
                 self._all_discarded_at = self.generation

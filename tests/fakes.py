@@ -87,9 +87,6 @@ class FakeRemoteTier:
     def set_aside(self, digest: str, layers: Iterable[int] = ()) -> None:
         self.discard(digest)
 
-    def clear(self) -> None:
-        self._entries.clear()
-
     def close(self) -> None:
         self.closed = True
 

@@ -123,6 +123,12 @@ def entry_file(engine: Engine, key: ChunkKey) -> Path:
     return Path(engine.store.config.directory) / "entries" / str(key)[:2] / str(key)
 
 
+def delete_kv(engine: Engine) -> None:
+    """Delete every entry of the store; documents stay known."""
+    for entry in engine.store.ls():
+        engine.store.delete(entry.key)
+
+
 def damage(engine: Engine, keys: Iterable[ChunkKey]) -> None:
     """Flip the lowest bit of the last byte of entries' files, which belongs to the last layer."""
     for key in keys:

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -77,10 +76,8 @@ OPERATIONS: dict[str, Callable[[KVStore], object]] = {
     "put in the background": put_in_background,
     "put two in one commit": put_together,
     "delete": lambda store: store.delete(KEYS[1]),
-    "clear": lambda store: store.clear(),
     "new version of a document": lambda store: store.documents.put([("a", "2", [KEYS[1], KEYS[4]])]),
     "delete a document": lambda store: store.documents.delete("a"),
-    "pin a document": lambda store: store.documents.pin("a"),
     "set a damaged entry aside": damage_and_get,
     "repair": lambda store: store.verify(repair=True),
     "open": KVStore.stats,
@@ -183,7 +180,7 @@ def act(store: KVStore, choose: random.Random) -> None:
             store.documents.put([(document, str(choose.randrange(3)), choose.sample(KEYS, 2))])
         case 7:
             if store.documents.get(document) is not None:
-                choose.choice([store.documents.delete, partial(store.documents.pin, pinned=False)])(document)
+                store.documents.delete(document)
         case 8:
             store.verify(repair=choose.random() < 0.5)
 

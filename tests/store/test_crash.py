@@ -63,8 +63,6 @@ def test_killed_at_every_step(context: ForkServerContext, prepared: Path, tmp_pa
                 assert found in ({0, 1, 2, 3}, {2, 3, 4, 5})
             case "delete":
                 assert found in ({0, 1, 2, 3}, {0, 2, 3})
-            case "clear":
-                assert found in ({0, 1, 2, 3}, set())
             case "new version of a document":
                 assert (found, versions["a"]) in (({0, 1, 2, 3}, "1"), ({1, 2, 3}, "2"))
             case "delete a document":
@@ -125,9 +123,7 @@ def test_another_process_finishes_what_a_killed_one_left(
     assert "a process died" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "operation", ["put, which evicts", "delete", "clear", "new version of a document", "delete a document"]
-)
+@pytest.mark.parametrize("operation", ["put, which evicts", "delete", "new version of a document", "delete a document"])
 def test_killed_in_a_commit_that_others_do_not_see(
     context: ForkServerContext, prepared: Path, tmp_path: Path, operation: str
 ) -> None:

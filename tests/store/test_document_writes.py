@@ -22,7 +22,6 @@ def test_a_document_that_is_there(open_store) -> None:
     assert store.put(KEY, KV, document=DOCUMENT).result()
     assert store.put(*PAIRS[1], flush=False, document=DOCUMENT).result()
     assert store.documents.get("a").stored_chunks == 2
-    store.documents.pin("a")
     assert store.documents.delete("a") == 2
     assert (store.ls(), files_under(store, "entries")) == ([], [])
 
@@ -70,7 +69,7 @@ def test_a_chunk_that_another_document_has(open_store) -> None:
 
 
 def test_a_salts_entry_belongs_to_no_document(open_store) -> None:
-    """A namespace's entry is stored while its document is there, goes by use then, and is not pinned with it."""
+    """A namespace's entry is stored while its document is there and goes by use then."""
     store = open_store()
     key = salted(KV)
     assert not store.put(key, KV, document=DOCUMENT).result()

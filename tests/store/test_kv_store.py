@@ -101,8 +101,8 @@ def test_ls_and_stats(open_store) -> None:
     assert (stats["ram"]["entries"], stats["ram"]["bytes"]) == (3, 3 * RAM_BYTES)
 
 
-def test_delete_and_clear(open_store) -> None:
-    """A deleted entry is gone from RAM, catalog and disk at once; clear does it to all."""
+def test_delete(open_store) -> None:
+    """A deleted entry is gone from RAM, catalog and disk at once."""
     pairs = [make_chunk(seed) for seed in range(3)]
     keys = [key for key, _ in pairs]
     store = put_all(open_store(), pairs)
@@ -111,9 +111,6 @@ def test_delete_and_clear(open_store) -> None:
     assert keys[0] not in store
     assert store.get(keys[0]) is None
     assert files_under(store, "entries") == sorted(str(key) for key in keys[1:])
-    store.clear()
-    assert files_under(store, "entries") == []
-    assert all((tier.entries, tier.bytes) == (0, 0) for tier in store.stats().tiers.values())
 
 
 def test_closed(open_store) -> None:

@@ -33,7 +33,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.pins: list[tuple[ExitStack, list[int]]] = []
         self.damaged: set[int] = set()
         self.documents: dict[str, tuple[str, set[int]]] = {}
-        self.pinned_documents: set[str] = set()
         self.open()
 
     def open(self) -> None:
@@ -47,10 +46,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.used = [other for other in self.used if other != chunk] + [chunk]
 
     def pinned(self) -> set[int]:
-        """Chunks that no eviction may take: by a pin of this process, or by a document's."""
-        return {chunk for _, chunks in self.pins for chunk in chunks} | {
-            chunk for name in self.pinned_documents for chunk in self.documents[name][1]
-        }
+        """Chunks that no eviction may take."""
+        return {chunk for _, chunks in self.pins for chunk in chunks}
 
     def drop(self, chunks: set[int]) -> None:
         """Forget chunks that no document has any more."""
@@ -123,14 +120,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.store.documents.delete(name)
             return
         self.store.documents.delete(name)
-        self.pinned_documents.discard(name)
         self.drop(self.documents.pop(name)[1])
-
-    @rule(name=st.sampled_from("ab"), pinned=st.booleans())
-    def pin_document(self, name: str, pinned: bool) -> None:
-        if name in self.documents:
-            self.store.documents.pin(name, pinned=pinned)
-            self.pinned_documents = self.pinned_documents - {name} | ({name} if pinned else set())
 
     @rule()
     @precondition(lambda self: not self.pins)
@@ -179,7 +169,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert set(found) == set(self.documents)
         for name, (version, chunks) in self.documents.items():
             stored = chunks & set(self.used)
-            assert (found[name].version, found[name].pinned) == (version, name in self.pinned_documents)
+            assert found[name].version == version
             assert (found[name].chunks, found[name].stored_bytes) == (len(chunks), len(stored) * FILE_BYTES)
         stats = self.store.stats()
         assert stats.nvme.bytes == len(self.used) * FILE_BYTES <= NVME_ENTRIES * FILE_BYTES

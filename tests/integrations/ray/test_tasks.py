@@ -158,7 +158,6 @@ def test_evicted_chunks_are_computed_again(
     engine.store.flush_remote(10)
     engine.store.delete(batch.distinct_keys[0])
     engine.store.flush_remote(10)
-    engine.store.clear()
     tokens, computed = batch.tokens, len(batch.computed)
     assert missing(engine, batch, tmp_path)
     share(engine.store, encoder, batch)

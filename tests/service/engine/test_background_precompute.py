@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import DOCUMENTS, QUESTION, TOP_K, OpenEngine, ask, damage, entry_file, furthest, key_of, kinds
+from engines import DOCUMENTS, QUESTION, TOP_K, OpenEngine, ask, damage, delete_kv, entry_file, furthest, key_of, kinds
 from waiting import wait_until
 
 from cacheblend.base.errors import DamagedEntryError
@@ -39,7 +39,7 @@ def test_a_miss_is_recomputed_and_stored(engine: Engine) -> None:
 @pytest.mark.parametrize("method", ["blend", "full_reuse"])
 def test_all_misses_is_full_recompute(engine: Engine, method: str) -> None:
     """With nothing stored an answer is full recompute's, and afterwards everything is."""
-    engine.store.clear()
+    delete_kv(engine)
     cold = ask(engine, method)
     assert (cold.plan.hits, cold.plan.misses, cold.plan.reusable_tokens) == (0, TOP_K, 0)
     assert furthest(cold, ask(engine, "full_recompute")) <= 1e-4
@@ -201,7 +201,7 @@ def test_a_miss_of_a_document_that_is_gone(
     engine.background.postpone_s = 60.0
     document, precompute_document = str(DOCUMENTS[0]["id"]), engine.fusor.precompute_document
     chunks = engine.retriever.chunks(document)
-    engine.store.clear()
+    delete_kv(engine)
 
     def act() -> None:
         if change == "delete":

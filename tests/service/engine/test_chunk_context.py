@@ -8,7 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engines import BROUGHT, CHUNK_TOKENS, DOCUMENTS, POSITIONS, QUESTION, TOP_K, OpenEngine, ask, head_of, key_of, make_model
+from engines import (
+    BROUGHT,
+    CHUNK_TOKENS,
+    DOCUMENTS,
+    POSITIONS,
+    QUESTION,
+    TOP_K,
+    OpenEngine,
+    ask,
+    delete_kv,
+    head_of,
+    key_of,
+    make_model,
+)
 from prompts import assert_same_kv
 
 from cacheblend.base.errors import ConfigError
@@ -118,7 +131,7 @@ class TestDocuments:
         engine.ingest([LONG])
         chunks = engine.retriever.chunks("long")
         kvs = {key: kv_of(engine, key) for key in stored(engine)}
-        engine.store.clear()
+        delete_kv(engine)
         for start in reversed(range(0, len(chunks), TOP_K)):
             assert ask(engine, documents=chunks[start : start + TOP_K][::-1]).plan.hits == 0
         engine.drain()
