@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeGuard, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
@@ -16,32 +16,6 @@ T = TypeVar("T")
 _KEY = "option"
 VARIABLES = "CACHEBLEND_"  # the beginning of each option's variable
 _SCALARS = (bool, int, float, str)
-# Options that are gone, and what took their place.
-GONE_OPTIONS: dict[str, str] = {
-    "remote_ttl_s": "nothing: Redis evicts by its own maxmemory-policy",
-    "separator": "nothing: passages are found, and chats have documents",
-    "reranker": "nothing: documents= takes what a pipeline of yours has ordered",
-    "chunk_overlap_tokens": "nothing: chunks end at headings, paragraphs and sentences",
-    "split_at": "nothing: chunks end at headings, paragraphs and sentences",
-    "shard": "--ray, which shares an ingest among processes",
-    "prices": "nothing: the plan has a table of example prices",
-    "otlp_endpoint": "`opentelemetry-instrument cacheblend serve ...`, which traces the service from outside",
-    "reader": "nothing: without --model the default known model is used",
-    "passages": "`cacheblend eval documents`, which measures the methods on documents of your own",
-    "serve_config": "--address: start the service, and name it to `cacheblend eval load`",
-    "peer_completions": "nothing: peers are asked chats",
-    "decode_share": "nothing: decoding has a quarter of the time while a prompt is prefilled",
-    "ingest_share": "nothing: uploads have a quarter of the time while requests run or wait",
-    "max_document_calls": "nothing: 32 of a tenant may wait or run",
-    "stall_s": "nothing: 60 s without a step are a stall",
-    "on_miss": "nothing: missing chunks are recomputed in the prompt, and their KV is stored afterwards",
-    "index": "the index lies in store_dir; texts of a database of your own come with a request's documents",
-    "index_schema": "the index lies in store_dir; texts of a database of your own come with a request's documents",
-    "limit": "nothing: `cacheblend documents ls` lists all; the HTTP API has pages",
-    "after": "nothing: `cacheblend documents ls` lists all; the HTTP API has pages",
-    "repeats": "nothing: a profile is the median of three rounds",
-    "profile": "`cacheblend plan FILE`, with the file that `cacheblend profile` wrote",
-}
 
 
 def option(default: T, help: str, *, choices: Collection[str] = (), panel: str = "", secret: bool = False) -> T:
@@ -106,7 +80,6 @@ def from_options(config: type[T], values: Mapping[str, Any], base: T | None = No
     nested = _nested(config)
     parts = {name: {each: given.pop(each) for each in options_of(nested[name]) if each in given} for name in nested}
     if given:
-        refuse_gone(given)
         known = {each.name for each in fields(cast(Any, config))} | options_of(config).keys()
         raise ConfigError("option", min(given), f"{config.__name__} has {', '.join(sorted(known))}")
     for name, options in parts.items():
@@ -115,17 +88,6 @@ def from_options(config: type[T], values: Mapping[str, Any], base: T | None = No
         if options:
             own[name] = from_options(nested[name], options, None if base is None else getattr(base, name))
     return config(**own) if base is None else cast(T, replace(cast(Any, base), **own))
-
-
-def refuse_gone(names: Iterable[str]) -> None:
-    """Refuse an option that earlier versions had, with what took its place.
-
-    Raises:
-        ConfigError: one of the names is of such an option.
-    """
-    for name in names:
-        if name in GONE_OPTIONS:
-            raise ConfigError("option", name, f"the option is gone; in its place: {GONE_OPTIONS[name]}")
 
 
 def _walk(config: type) -> Iterator[Option]:

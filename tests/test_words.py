@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from cacheblend.base.options import GONE_OPTIONS
-
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("base", "blend", "store", "loader", "retriever", "service", "integrations", "cacheblend")
 OTHERS = ("eval", "scripts", "examples", "deploy", "docs", "tests")
@@ -74,8 +72,6 @@ def unknown(text: str) -> set[str]:
 
     def is_known(name: str) -> bool:
         option = re.sub("^(--|CACHEBLEND_)", "", name).replace("-", "_").lower()
-        if option in GONE_OPTIONS and (name.startswith("CACHEBLEND_") or not name.isupper()):
-            return False
         return {name, option} & vocabulary() != set() or all(part in vocabulary() for part in name.split("."))
 
     return {name for name in NAMED.findall(text) if not FOREIGN.match(name) and not is_known(name)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from importlib import import_module
 from importlib.metadata import version
@@ -14,7 +13,6 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
 
 from cacheblend.base.errors import CacheBlendError, ConfigError, InputError
-from cacheblend.base.options import VARIABLES, refuse_gone
 
 from . import terminal
 
@@ -123,9 +121,6 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line; exits with 0, 1 for a failure or an interrupt, 2 for usage."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        flags = [each.removeprefix("--").partition("=")[0] for each in arguments if each.startswith("--")]
-        variables = [name.removeprefix(VARIABLES) for name in os.environ if name.startswith(VARIABLES)]
-        refuse_gone(name.lower().replace("-", "_") for name in [*flags, *variables])
         app(arguments)
     except Exception as error:
         if "--debug" in arguments:

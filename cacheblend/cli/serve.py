@@ -17,7 +17,7 @@ import typer
 
 from cacheblend.base.errors import ConfigError, InputError, ServiceError, needs_extra
 from cacheblend.base.memory import hold_freed_memory
-from cacheblend.base.options import from_options, refuse_gone
+from cacheblend.base.options import from_options
 from cacheblend.base.threads import in_own_thread
 from cacheblend.service.engine.config import EngineConfig
 from cacheblend.service.http.config import LOOPBACK, HttpConfig, TenantConfig, hash_key, new_key
@@ -72,7 +72,6 @@ def _read_config(context: typer.Context, file: Path | None) -> Path | None:
         raise InputError(f"{file} is not TOML: {error}") from error
     known = {parameter.name or "" for parameter in context.command.params} - {"config"}
     if unknown := sorted(values.keys() - known - {"tenants"}):  # whose values may be keys in the wrong place, and are not shown
-        refuse_gone(unknown)
         raise ConfigError("option", unknown[0], f"{file} may set {', '.join(sorted(known))}, and [tenants.NAME] tables")
     context.default_map = {**(context.default_map or {}), **values}
     return file

@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig
 
 from cacheblend.base.errors import ConfigError, UnsupportedModelError
-from cacheblend.base.options import from_options, options_of, refuse_gone
+from cacheblend.base.options import from_options, options_of
 from cacheblend.blend import KVGeometry
 from cacheblend.blend.families import fingerprint_directory
 from cacheblend.blend.loading import NO_CODE, class_for, load_tokenizer
@@ -62,7 +62,6 @@ class ConnectorConfig:
             ConfigError: an unknown option, none for `store_dir`, or a value that is not allowed.
         """
         if unknown := sorted(options.keys() - set(OPTIONS)):
-            refuse_gone(unknown)
             raise ConfigError("kv_connector_extra_config", unknown, f"options are {', '.join(sorted(OPTIONS))}")
         if "store_dir" not in options:
             raise ConfigError("kv_connector_extra_config", dict(options), 'give "store_dir", the folder of the chunks\' KV')

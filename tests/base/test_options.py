@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.base.options import GONE_OPTIONS, from_options, option, options_of
+from cacheblend.base.options import from_options, option, options_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +61,3 @@ def test_one_name_one_option() -> None:
     """Two configs whose options have one name cannot be set together."""
     with pytest.raises(TypeError, match="both have an option 'size'"):
         options_of(Outer, Inner)
-
-
-@pytest.mark.parametrize("name", GONE_OPTIONS)
-def test_gone(name: str) -> None:
-    """An option that earlier versions had is refused with what took its place."""
-    with pytest.raises(ConfigError, match="the option is gone; in its place: "):
-        from_options(Outer, {name: "value"})

@@ -15,8 +15,8 @@ import typer
 from script_modules import load_script
 from typer.main import get_command
 
-from cacheblend.base.options import GONE_OPTIONS, options_of
-from cacheblend.cli.main import COMMANDS, HELP, LazyCommand, app, main
+from cacheblend.base.options import options_of
+from cacheblend.cli.main import COMMANDS, HELP, LazyCommand, app
 from cacheblend.retriever.catalog import Catalog
 from cacheblend.retriever.index import INDEX_FILE
 from cacheblend.service import EngineConfig
@@ -67,7 +67,7 @@ def test_listing_documents_is_light(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_command(command: LazyCommand) -> None:
-    """Every command is there by its name with its line of help, and explains itself with examples; no option is a gone one."""
+    """Every command is there by its name with its line of help, and explains itself with examples."""
     group = get_command(app)
     found = group.get_command(typer.Context(group), str(command.name))
     assert found.help == command.help
@@ -79,7 +79,6 @@ def test_command(command: LazyCommand) -> None:
             assert len(example) <= 78, "an example has a line of its own at 80 columns"
             _parse(example.strip(), all_of_it=True)
         assert "<bool>" not in each.get_help(typer.Context(each, help_option_names=HELP)), each.name
-        assert GONE_OPTIONS.keys().isdisjoint(parameter.name for parameter in each.params), each.name
 
 
 def _parse(line: str, *, all_of_it: bool) -> None:
@@ -111,17 +110,6 @@ def test_commands_of_the_docs(page: Path) -> None:
         _parse(line, all_of_it=True)
     for line in re.findall(r"`(cacheblend [^`\n]+)`", text):
         _parse(line, all_of_it=False)
-
-
-def test_a_gone_option_names_its_place_taker(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A flag or a variable of an earlier version is refused with what took its place."""
-    for arguments, variable in ((["serve", "--on-miss=recompute"], ""), (["store", "verify"], "CACHEBLEND_ON_MISS")):
-        if variable:
-            monkeypatch.setenv(variable, "recompute")
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        assert ended.value.code == 2
-        assert f"in its place: {GONE_OPTIONS['on_miss']}" in capsys.readouterr().err
 
 
 def _parameters(name: str) -> dict[str, Any]:
