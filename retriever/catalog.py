@@ -8,7 +8,6 @@ Shapes: N chunks, D dimensions.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import sqlite3
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from cacheblend.base.errors import (
@@ -34,13 +32,13 @@ from cacheblend.base.files import make_private_file
 from cacheblend.base.sqlite import BUSY_TIMEOUT_S, committed, prefix_end, sqlite_errors, truncate_log
 from cacheblend.store.layout import Reserve
 
-from .document import Chunk, EmbeddedDocument
-from .metadata import MetadataFilter, as_json
+from .document import CatalogedDocument, Chunk, EmbeddedDocument
+from .metadata import METADATA_TABLE, MetadataFilter, insert_metadata, row_checksum, select_metadata
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 FORMAT = "3"  # of the tables
-SCHEMA = """
+SCHEMA = f"""{METADATA_TABLE}
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS documents (
     id TEXT PRIMARY KEY,
@@ -59,11 +57,6 @@ CREATE TABLE IF NOT EXISTS chunks (
     checksum BLOB NOT NULL DEFAULT x'',    -- of document, version, position, text, token ids and vector
     UNIQUE (document_id, position)
 );
-CREATE TABLE IF NOT EXISTS metadata (      -- of the documents that have some
-    document_id TEXT PRIMARY KEY REFERENCES documents (id) ON DELETE CASCADE,
-    fields TEXT NOT NULL,                  -- JSON
-    checksum BLOB NOT NULL                 -- of document, version and fields
-);
 """
 INSERT_DOCUMENT = "INSERT INTO documents (id, version, title, chunks, checksum) VALUES (?, ?, ?, ?, ?)"
 INSERT_CHUNK = "INSERT INTO chunks (document_id, position, text, token_ids, vector, checksum) VALUES (?, ?, ?, ?, ?, ?)"
@@ -73,20 +66,6 @@ SELECT_CHUNKS = f"""
 SELECT c.document_id, d.version, c.position, d.title, c.text, c.token_ids, c.vector, c.checksum, d.chunks, d.checksum {JOINED}
 """
 _WRONG_VALUE = re.compile(r"(?<!\S)\S++ value in ")  # a finding of SQLite's that the row's checksum finds as well
-
-
-@dataclass(frozen=True, slots=True)
-class CatalogedDocument:
-    """A document as the catalog lists it.
-
-    It is `damaged` if its id, title, version or number of chunks is not what was written; its title is left out then.
-    """
-
-    id: str
-    version: str
-    title: str
-    chunks: int
-    damaged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +172,7 @@ class Catalog:
                 replaced += bool(self._remove(document.id))
                 row = (document.id, document.version, document.title, len(entry.chunks))
                 self._sql(INSERT_DOCUMENT, (*row, row_checksum(*row)))
-                if document.metadata:
-                    fields = as_json(document.metadata)
-                    checksum = row_checksum(document.id, document.version, fields)
-                    self._sql("INSERT INTO metadata VALUES (?, ?, ?)", (document.id, fields, checksum))
+                insert_metadata(self._sql, document.id, document.version, document.metadata)
                 for chunk, vector_D in zip(entry.chunks, entry.vectors_ND, strict=True):
                     self._insert(chunk, vector_D)
             self.check_room()
@@ -381,12 +357,7 @@ class Catalog:
 
     def metadata(self, document_id: str) -> dict[str, Any]:
         """The metadata of a document, empty if it has none; `DamagedDocumentError` if they are not what was written."""
-        joined = "SELECT d.version, m.fields, m.checksum FROM metadata m JOIN documents d ON d.id = m.document_id"
-        for version, fields, checksum in self._sql(f"{joined} WHERE d.id = ?", (document_id,)):
-            if checksum != row_checksum(document_id, version, fields):
-                raise DamagedDocumentError(document_id)
-            return dict(json.loads(fields))
-        return {}
+        return select_metadata(self._sql, document_id)
 
     def chunk_ids(self, meets: MetadataFilter | None = None) -> list[int]:
         """Index ids of all chunks, or of those of documents whose metadata meet a filter."""
@@ -531,17 +502,6 @@ class Catalog:
 
     def _unknown(self, document_id: str) -> InputError:
         return InputError(f"there is no document {document_id!r} in {self._where}; documents() lists them")
-
-
-def row_checksum(*fields: object) -> bytes:
-    """The xxh3-128 of values as SQLite returns them, each with its kind and length."""
-    digest = xxhash.xxh3_128()
-    for field in fields:
-        kind = next((kind for kind in (bytes, str, int) if isinstance(field, kind)), object)
-        raw = field if isinstance(field, bytes) else str(field).encode(errors="surrogateescape")
-        digest.update(f"{kind.__name__}:{len(raw)}:".encode())
-        digest.update(raw)
-    return digest.digest()
 
 
 def _document_of(row: tuple[Any, ...]) -> CatalogedDocument:

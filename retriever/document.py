@@ -150,6 +150,20 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class CatalogedDocument:
+    """A document as the catalog lists it.
+
+    It is `damaged` if its id, title, version or number of chunks is not what was written; its title is left out then.
+    """
+
+    id: str
+    version: str
+    title: str
+    chunks: int
+    damaged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class EmbeddedDocument:
     """A document, its chunks, and their vectors, float32 (N, D), before they are written."""
 
