@@ -398,29 +398,23 @@ def _error_of(kernel: RowKernel, dtype: torch.dtype, head_size: int) -> float:
     """The largest difference from attention in float32, for cases with and without window, chunks, soft-capping and sinks."""
     generator = torch.Generator().manual_seed(0)
     kv_heads, groups, keys = 2, 3, 601
-    positions_S = torch.cat([torch.arange(0, keys, 23), torch.tensor([keys - 2, keys - 1])]).unique()
-    rows_S1, keys_N, errors = positions_S[:, None], torch.arange(keys), list[torch.Tensor]()
+    rows = Rows.of(torch.cat([torch.arange(0, keys, 23), torch.tensor([keys - 2, keys - 1])]).unique(), torch.device("cpu"))
     q_1QSD, k_1HND, v_1HND = (
         torch.randn(1, heads, count, head_size, generator=generator).to(dtype)
-        for heads, count in ((kv_heads * groups, len(positions_S)), (kv_heads, keys), (kv_heads, keys))
+        for heads, count in ((kv_heads * groups, len(rows)), (kv_heads, keys), (kv_heads, keys))
     )
-    k_1QND, v_1QND = (x.float().repeat_interleave(groups, 1) for x in (k_1HND, v_1HND))
-    sinks_Q = torch.linspace(-1, 2, kv_heads * groups)
+    q_HXD = q_1QSD[0].unflatten(0, (kv_heads, groups)).transpose(1, 2).flatten(1, 2).float()
+    sinks_Q, errors = torch.linspace(-1, 2, kv_heads * groups), list[torch.Tensor]()
     cases = (None, None, None), (300, 2.0, None), (300, None, sinks_Q), (None, 2.0, sinks_Q), (ChunkWindow(250), None, None)
     for window, softcap, sinks in cases:
-        scores = q_1QSD.float() @ k_1QND.transpose(2, 3) * head_size**-0.5
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
-        hidden_SN = (keys_N > rows_S1) | (keys_N < first_seen(rows_S1, window or ALL_KEYS))
-        scores = scores.masked_fill(hidden_SN, -torch.inf)
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(1, -1, len(positions_S), 1)], -1)
-        weights = torch.softmax(scores, -1)[..., :keys]
-        expected = (weights @ v_1QND).transpose(1, 2)
-        weights_2K = torch.zeros(2, keys)
-        how: dict[str, Any] = {"scaling": head_size**-0.5, "window": window, "softcap": softcap, "sinks_Q": sinks}
-        got = kernel.attend(q_1QSD, k_1HND, v_1HND, positions_S, weights_2K=weights_2K, weighed_from=3, **how)
+        how: dict[str, Any] = {"scaling": head_size**-0.5, "softcap": softcap, "sinks_Q": sinks}
+        block = Block(slice(None), 0, keys, _mask(rows, 1, 0, keys, window, torch.float32), 0)
+        weights_HXK, weights_2K = attention_weights(q_HXD, k_1HND[0].float(), block, **how), torch.zeros(2, keys)
+        expected = torch.matmul(weights_HXK, v_1HND[0].float()).unflatten(1, (-1, groups)).transpose(0, 1).flatten(1, 2)[None]
+        got = kernel.attend(
+            q_1QSD, k_1HND, v_1HND, rows.positions_S, window=window, weights_2K=weights_2K, weighed_from=3, **how
+        )
         errors.append((got - expected).abs().max())
-        for got_K, of_rows in zip(weights_2K, (weights[0, :, 3:], weights[0, :, -1:]), strict=True):
+        for got_K, of_rows in zip(weights_2K, (weights_HXK[:, 3 * groups :], weights_HXK[:, -groups:]), strict=True):
             errors.append((got_K - of_rows.sum((0, 1))).abs().max() / of_rows[..., 0].numel())
     return float(torch.stack(errors).max())
