@@ -242,12 +242,15 @@ def _mask(block: Rows, groups: int, start: int, stop: int, window: int | None, d
 def attention_weights(
     q_HXD: torch.Tensor,
     k_HKD: torch.Tensor,
-    block: Block,
+    block: Block | None,
     scaling: float,
     softcap: float | None = None,
     sinks_Q: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Softmax weights (H, X, K) of a block's rows over its keys, in the queries' dtype; X = B x G."""
+    """Softmax weights (H, X, K) of a block's rows over its keys, in the queries' dtype; X = B x G.
+
+    None for a block is one row that sees all keys.
+    """
     q_HXD = q_HXD * scaling
     if len(k_HKD) == 1:  # a product of matrices takes half the time of a batch of one
         scores_HXK = torch.mm(q_HXD[0], k_HKD[0].t())[None]
@@ -256,11 +259,12 @@ def attention_weights(
         scores_HXK = torch.matmul(q_HXD, keys_HKD.transpose(1, 2))
     if softcap is not None:
         scores_HXK = torch.tanh(scores_HXK / softcap) * softcap
-    scores_HXK.unflatten(1, (len(block.bias_BGT), -1))[..., block.hidden_from :] += block.bias_BGT
+    if block is not None:
+        scores_HXK.unflatten(1, (len(block.bias_BGT), -1))[..., block.hidden_from :] += block.bias_BGT
     if sinks_Q is None:
         return torch.softmax(scores_HXK, dim=-1, out=scores_HXK)
-    heads, rows, _ = scores_HXK.shape
-    sinks_HX1 = sinks_Q.to(scores_HXK.dtype).view(heads, 1, -1).expand(-1, len(block.bias_BGT), -1).reshape(heads, rows, 1)
+    sinks_HG = sinks_Q.to(scores_HXK.dtype).unflatten(0, (len(scores_HXK), -1))
+    sinks_HX1 = sinks_HG.repeat(1, scores_HXK.shape[1] // sinks_HG.shape[1])[..., None]
     return torch.softmax(torch.cat([scores_HXK, sinks_HX1], dim=-1), dim=-1)[..., :-1]
 
 

@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cacheblend.store import LayerPair
 
-from .attention import HeadRows, first_seen
+from .attention import HeadRows, attention_weights, first_seen
 from .compiled_file import function, load_or_warn
 from .interfaces import GROWTH_TOKENS, KVGeometry, empty_layer
 from .layer_passes import CachePass, scores_of
@@ -187,13 +187,7 @@ def _attend_one(
     if softcap is None and sinks_Q is None:
         # With a batch dimension PyTorch runs its flash kernel, which is four times as fast on a CPU.
         return scaled_dot_product_attention(q_HGD[None], k_HKD[None], v_HKD[None], scale=scaling)[0].flatten(0, 1)
-    scores_HGK = torch.matmul(q_HGD, k_HKD.transpose(1, 2)) * scaling
-    if softcap is not None:
-        scores_HGK = torch.tanh(scores_HGK / softcap) * softcap
-    if sinks_Q is not None:
-        scores_HGK = torch.cat([scores_HGK, sinks_Q.to(q_QD.dtype).view(*q_HGD.shape[:2], 1)], dim=-1)
-    weights_HGK = torch.softmax(scores_HGK, dim=-1, dtype=torch.float32).to(q_QD.dtype)[..., : k_HKD.shape[1]]
-    return torch.matmul(weights_HGK, v_HKD).flatten(0, 1)
+    return torch.matmul(attention_weights(q_HGD, k_HKD, None, scaling, softcap, sinks_Q), v_HKD).flatten(0, 1)
 
 
 class DecodeKernel:
