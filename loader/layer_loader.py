@@ -11,8 +11,6 @@ from __future__ import annotations
 import functools
 import threading
 import time
-import warnings
-import weakref
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -212,8 +210,7 @@ class LayerLoader:
         for layer in range(min(self._lookahead, geometry.layers)):
             self._allocate(layer)
         threads = min(self._config.reads_in_flight, len(stored) - len(copied))
-        load_all = functools.partial(_read_all, weakref.ref(self), self._changed)
-        self._tasks = [in_daemon_thread(load_all, THREAD_NAME) for _ in range(threads)]
+        self._tasks = [in_daemon_thread(self._read_all, THREAD_NAME) for _ in range(threads)]
 
     def fetch_kv(self, kv: KVHandle, layer: int, buffer: LayerBuffer, start: int, stop: int) -> None:
         """Load a chunk's layer to the positions from `start` to `stop` of the prompt (the paper's `fetch_kv`). Thread-safe."""
@@ -261,13 +258,6 @@ class LayerLoader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        if self._started and not self._stopped:
-            with self._changed:
-                self._stopped = True
-                self._changed.notify_all()
-            warnings.warn("a LayerLoader was not closed; use it as a context manager", ResourceWarning, stacklevel=2)
-
     def _may_read(self) -> bool:
         """Whether a thread has work: a read within the look-ahead, or its own end."""
         return self._over() or self._reads[self._next_read].layer < self._consumed + self._lookahead
@@ -299,8 +289,8 @@ class LayerLoader:
             with self._changed:
                 self._end()
 
-    def _read_on(self) -> bool:
-        """Read in this thread while the look-ahead allows it; False when no read is left.
+    def _read_all(self) -> None:
+        """Read in this thread until no read is left.
 
         A finished read is entered and the next one begun under one lock: between two locks another thread would get it, and
         this thread would wait.
@@ -316,10 +306,11 @@ class LayerLoader:
             with self._changed:
                 self._enter(read, failed)
                 read = self._take()
-        return not self._over()
 
     def _take(self) -> LayerRead | None:
-        if self._over() or not self._may_read():
+        """Wait for a read within the look-ahead, and begin it; None when no read is left. The lock is held."""
+        self._changed.wait_for(self._may_read)
+        if self._over():
             return None
         self._begin()
         self._next_read += 1
@@ -359,22 +350,3 @@ def _is_copied(kv: KVHandle, geometry: KVGeometry) -> bool:
 def copied_tiers(device: torch.device) -> Collection[str]:
     """The tiers whose KV a `LayerLoader` copies when the fusor asks for a layer, not ahead: on a CPU those in memory."""
     return [name for name, tier in CACHE_TIERS.items() if tier.in_memory] if device.type == "cpu" else []
-
-
-def _read_all(reference: weakref.ref[LayerLoader], changed: threading.Condition) -> None:
-    """Run a thread of a loader until no read is left.
-
-    It references the loader only while it reads, so that a loader that was dropped unclosed is collected and warns.
-    """
-
-    def may_go_on() -> bool:
-        loader = reference()
-        return loader is None or loader._may_read()
-
-    going_on = True
-    while going_on:
-        with changed:
-            changed.wait_for(may_go_on)
-        loader = reference()
-        going_on = loader is not None and loader._read_on()
-        del loader

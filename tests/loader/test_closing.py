@@ -1,12 +1,11 @@
 """A loader that is closed in the middle of its work stops it, and whoever waits for it hears of that."""
 
-import gc
 import threading
 from pathlib import Path
 
 import pytest
 from prompts import chunk, draw_ids
-from spy_loader import SpyLoader, elsewhere, prompts
+from spy_loader import SpyLoader, prompts
 from waiting import loading, wait_until
 
 from cacheblend.base.errors import FusionCancelledError, StoreError
@@ -86,22 +85,3 @@ def test_closed_before_synchronize(fusor: Fusor) -> None:
     never_started.close()
     with pytest.raises(FusionCancelledError, match="closed before"):
         fusor.fuse(prompt.segments, source=never_started)
-
-
-@pytest.mark.filterwarnings("always::ResourceWarning")
-def test_unclosed(fusor: Fusor) -> None:
-    """A loader that is dropped in the middle of a fusion warns, and its thread ends."""
-    prompt = Prompt.of([elsewhere(fusor, 8, seed=1), Segment(draw_ids(3, seed=2))])
-    loader = LayerLoader(LoaderConfig(lookahead_bytes=1))
-    loader.start(prompt, fusor.decoder.geometry, reuse_layer_0=True)
-    loader.synchronize(0)
-    held = [loader]
-    del loader
-
-    def drop() -> None:
-        held.clear()
-        gc.collect()
-        wait_until(lambda: not loading())
-
-    with pytest.warns(ResourceWarning, match="LayerLoader was not closed"):
-        drop()
