@@ -85,7 +85,7 @@ class LoadingController:
     Measured seconds of requests correct the profile, by one `TimeCalibration` for computing and one for each tier. Thread-safe.
 
     Args:
-        config: r*, the cap and the look-ahead.
+        config: r* and the look-ahead.
         profile: measurements of the model on this device.
         schedule: the selector's schedule (`FusionConfig.schedule`).
         copied_tiers: tiers whose KV the fusor copies itself, between two layers (the function `copied_tiers`).
@@ -157,7 +157,7 @@ class LoadingController:
                 logger.info("predictions are corrected by %s", {name: round(factor, 3) for name, factor in factors.items()})
 
     def _hiding_ratio(self, request: _Request, full_s: float) -> float:
-        """The largest ratio, from r* to the cap, at which the fusor waits for loading and TTFT is about that of r*."""
+        """The largest ratio, from r* on, at which the fusor waits for loading and TTFT is about that of r*."""
         quality = self.config.quality_ratio
         at_quality = self._pipeline(request, quality)
         if not request.tokens[0] or not at_quality.waits_for_last:
@@ -168,10 +168,9 @@ class LoadingController:
             pipeline = self._pipeline(request, ratio)
             return pipeline.waits_for_last and pipeline.total_s <= limit_s
 
-        steps = range(math.ceil(quality * RATIO_STEP), math.floor(self.config.max_ratio * RATIO_STEP) + 1)
+        steps = range(math.ceil(quality * RATIO_STEP), RATIO_STEP + 1)
         hiding = bisect_left(steps, True, key=lambda step: not hides(step / RATIO_STEP))  # how many of the steps hide
-        found = steps[hiding - 1] / RATIO_STEP if hiding else quality
-        return min(max(found, quality), self.config.max_ratio)  # which are no multiples
+        return max(steps[hiding - 1] / RATIO_STEP, quality) if hiding else quality  # which is no multiple
 
     def _pipeline(self, request: _Request, ratio: float) -> Pipeline:
         """The steps on one clock."""

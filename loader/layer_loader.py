@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 
-from cacheblend.base.errors import ConfigError, FusionCancelledError
+from cacheblend.base.errors import FusionCancelledError
 from cacheblend.base.options import MIB, check_share, check_whole
 from cacheblend.base.threads import in_daemon_thread
 from cacheblend.blend import DEFAULT_RATIO, LayerKV
@@ -43,9 +43,8 @@ class LoaderConfig:
         lookahead_bytes: bytes of layers that the loader may hold ahead of the fusor; one layer always.
         reads_in_flight: number of concurrent reads, each in a thread; on a CPU of files only.
         quality_ratio: r*, the smallest recompute ratio whose quality loss is negligible (paper §5.1); `FusionConfig`'s default.
-            If it has its default, an engine uses the ratio of its store's calibration (`cacheblend calibrate`), at most
-            `max_ratio`; to use the default itself, set `FusionConfig.recompute_ratio`.
-        max_ratio: the controller's limit, however long the loading takes.
+            If it has its default, an engine uses the ratio of its store's calibration (`cacheblend calibrate`); to use the
+            default itself, set `FusionConfig.recompute_ratio`.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -54,14 +53,11 @@ class LoaderConfig:
     lookahead_bytes: int = 256 * MIB
     reads_in_flight: int = 4
     quality_ratio: float = DEFAULT_RATIO
-    max_ratio: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("lookahead_bytes", "reads_in_flight"):
             check_whole(name, getattr(self, name))
         check_share("quality_ratio", self.quality_ratio)
-        if not self.quality_ratio <= self.max_ratio <= 1:
-            raise ConfigError("max_ratio", self.max_ratio, f"a number from quality_ratio ({self.quality_ratio}) to 1")
 
     def lookahead_layers(self, layer_bytes: int) -> int:
         """Number of layers of `layer_bytes` that may be ready ahead of the fusor."""

@@ -49,9 +49,9 @@ def find_controller(config: EngineConfig, fusor: Fusor) -> LoadingController | N
 def calibrated(config: EngineConfig, fusor: Fusor, prefix_ids: Sequence[int]) -> EngineConfig:
     """The config with r* and selector of the calibration that stands beside the store; without one it may be widened.
 
-    A selector that the config names stays; so do a `LoaderConfig.quality_ratio` other than the default, and `max_ratio`, which
-    r* is cut to. A `recompute_ratio` still comes first. The context decides the keys of the stored KV: where the calibration's
-    is another one, the engine's stays, and a warning says so.
+    A selector that the config names stays; so does a `LoaderConfig.quality_ratio` other than the default. A `recompute_ratio`
+    still comes first. The context decides the keys of the stored KV: where the calibration's is another one, the engine's
+    stays, and a warning says so.
 
     Args:
         config: the user's.
@@ -68,9 +68,7 @@ def calibrated(config: EngineConfig, fusor: Fusor, prefix_ids: Sequence[int]) ->
     _compare_context(config, found)
     loader = config.loader
     if loader.quality_ratio == LoaderConfig().quality_ratio:
-        if found.ratio > loader.max_ratio:
-            logger.warning("the calibrated ratio %g is more than max_ratio=%g, which is taken", found.ratio, loader.max_ratio)
-        loader = replace(loader, quality_ratio=min(found.ratio, loader.max_ratio))
+        loader = replace(loader, quality_ratio=found.ratio)
     fusion = replace(config.fusion, selector=config.fusion.selector or found.selector)
     logger.info("calibrated: r* = %g, selector %s", loader.quality_ratio, fusion.selector)
     return replace(config, fusion=fusion, loader=loader)
@@ -86,7 +84,7 @@ def _widening(config: EngineConfig, fusor: Fusor) -> EngineConfig:
         return config
     loader = config.loader
     if loader.quality_ratio == LoaderConfig().quality_ratio:
-        loader = replace(loader, quality_ratio=min(FIRST_RATIO, loader.max_ratio))
+        loader = replace(loader, quality_ratio=FIRST_RATIO)
     return replace(config, fusion=replace(config.fusion, max_loss_nats=nats), loader=loader)
 
 

@@ -195,11 +195,11 @@ def test_r_star_and_selector(calibrated_engine: OpenEngine, calibration: Calibra
 
 
 def test_the_controller_takes_it(calibrated_engine: OpenEngine) -> None:
-    """With a profile, the controller's r* is the calibrated ratio, and its cap stays above."""
+    """With a profile, the controller's r* is the calibrated ratio."""
     engine = calibrated_engine()
     use_profile(engine, profile_of(engine, bytes_per_s=1e15))
     assert engine.controller is not None
-    assert (engine.controller.config.quality_ratio, engine.controller.config.max_ratio) == (0.4, 1.0)
+    assert engine.controller.config.quality_ratio == 0.4
     assert blended(engine) == 0.4
 
 
@@ -210,13 +210,12 @@ def test_the_controller_takes_it(calibrated_engine: OpenEngine) -> None:
         ({"selector": "first_tokens"}, (0.4, "first_tokens")),
         ({"selector": DEFAULT_SELECTOR}, (0.4, DEFAULT_SELECTOR)),
         ({"loader": LoaderConfig(quality_ratio=0.25)}, (0.25, "gradual")),
-        ({"loader": LoaderConfig(max_ratio=0.3)}, (0.3, "gradual")),
     ],
 )
 def test_explicit_settings_win(
     calibrated_engine: OpenEngine, options: dict[str, object], expected: tuple[float, object]
 ) -> None:
-    """A ratio, a selector, an r* or a cap that the user set stays, and the rest is the calibration's."""
+    """A ratio, a selector or an r* that the user set stays, and the rest is the calibration's."""
     engine = calibrated_engine(**options)
     assert taken(engine) == expected
     assert blended(engine, recompute_ratio=0.6) == 0.6
