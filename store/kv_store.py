@@ -199,11 +199,6 @@ class KVStore:
         """
         return self._live.exclusive()
 
-    def release_reserve(self) -> bool:
-        """Give up the room on the disk that is reserved for removals, for a removal beside this store; False if it is gone."""
-        with self.exclusive():
-            return self._nvme.reserve.release()
-
     @property
     def documents(self) -> DocumentTable:
         return DocumentTable(self._live, self._forget_everywhere)

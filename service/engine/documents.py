@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from cacheblend.base.errors import BudgetTooSmallError, CacheBlendError, DamagedDocumentError, InputError, StoreFullError
+from cacheblend.base.errors import BudgetTooSmallError, CacheBlendError, DamagedDocumentError, InputError
 from cacheblend.base.threads import in_groups
 from cacheblend.retriever import Document, Retriever
 from cacheblend.retriever.document import file_of
@@ -273,12 +273,7 @@ class Documents:
                 self._store.documents.delete(id_)
         self._store.documents.forget_texts(texts)
         if indexed := [id_ for id_ in ids if self._index.version(id_) is not None]:
-            try:
-                self._index.delete(*indexed)
-            except StoreFullError:  # what the KV's files left free is reserved again, or taken by others
-                if not self._store.release_reserve():
-                    raise
-                self._index.delete(*indexed)
+            self._index.delete(*indexed)
 
     def prune(self, ids: Collection[str], files: Collection[str] | None = None) -> list[str]:
         """Delete all documents but those of `ids`, or of `files` the parts that are not among them; the ids of the deleted."""

@@ -353,17 +353,6 @@ def test_deleting_on_a_full_disk(engine: Engine, monkeypatch: pytest.MonkeyPatch
     assert all(reserve.exists() for reserve in reserves)  # taken again as soon as there is room
 
 
-def test_deleting_again_on_a_disk_that_stays_full(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the index has used its reserve up, the store gives its own for a deletion."""
-    index, kv = (Path(engine.config.store_dir) / name for name in ("index", "kv"))
-    (index / "reserve").unlink()
-    (index / "reserve").mkdir()  # cannot be taken again
-    with monkeypatch.context() as patch:
-        full_until(lambda: True, kv, patch)
-        engine.documents.delete(ID)
-    assert ID not in engine.retriever.ids()
-
-
 def test_adding_on_a_full_disk_takes_no_reserve(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is reserved for removals is not used up by uploads."""
     index = Path(engine.config.store_dir) / "index"
