@@ -27,8 +27,7 @@ from cacheblend.retriever.document import file_of
 if TYPE_CHECKING:
     from cacheblend.base.threads import Progress
     from cacheblend.retriever import Chunk
-    from cacheblend.retriever.catalog import CatalogedDocument
-    from cacheblend.retriever.document import ChunkPlace
+    from cacheblend.retriever.document import CatalogedDocument, ChunkPlace
     from cacheblend.retriever.index import IndexedDocuments
     from cacheblend.store import ChunkKey, KVStore
 

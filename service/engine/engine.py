@@ -20,7 +20,7 @@ from cacheblend.base.threads import Check, Progress, in_groups
 from cacheblend.blend import Fusor
 from cacheblend.loader import LoadingController
 from cacheblend.retriever import Chunk, Document, Embedder, Retriever, ScoredChunk, checked_between_batches, in_reading_order
-from cacheblend.retriever.catalog import CatalogedDocument
+from cacheblend.retriever.document import CatalogedDocument
 from cacheblend.store import KVStore
 
 from .background_precompute import BackgroundPrecompute, Foreground

@@ -21,8 +21,7 @@ from cacheblend.base.errors import ConfigError, DocumentChangedError, InputError
 from cacheblend.base.options import option
 from cacheblend.base.threads import Progress, in_groups
 from cacheblend.retriever import Document
-from cacheblend.retriever.catalog import CatalogedDocument
-from cacheblend.retriever.document import with_one_text
+from cacheblend.retriever.document import CatalogedDocument, with_one_text
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
