@@ -29,15 +29,15 @@ ROLES = ("system", "user", "assistant")
 class CacheBlendRetriever:
     """Finds the engine's chunks nearest a question, as Haystack documents.
 
-    It finds `top_k` chunks, or as many as there are.
+    It finds `top_k` chunks, or as many as there are, of documents whose metadata meet `filters`, see `MetadataFilter.of`.
     """
 
-    def __init__(self, engine: Engine, top_k: int = 6) -> None:
-        self._engine, self._top_k = engine, top_k
+    def __init__(self, engine: Engine, top_k: int = 6, filters: dict[str, Any] | None = None) -> None:
+        self._engine, self._top_k, self._filters = engine, top_k, filters
 
     @component.output_types(documents=list[Document])
-    def run(self, query: str, top_k: int | None = None) -> dict[str, list[Document]]:
-        found = self._engine.search(query, self._top_k if top_k is None else top_k)
+    def run(self, query: str, top_k: int | None = None, filters: dict[str, Any] | None = None) -> dict[str, list[Document]]:
+        found = self._engine.search(query, self._top_k if top_k is None else top_k, filters or self._filters)
         return {"documents": [_document(one) for one in found]}
 
 

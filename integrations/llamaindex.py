@@ -41,15 +41,18 @@ ROLES = {MessageRole(role): role for role in ("system", "user", "assistant")} | 
 
 
 class CacheBlendRetriever(BaseRetriever):
-    """Finds the engine's chunks nearest a question, as nodes whose text is the chunk's, and nothing else for the model."""
+    """Finds the engine's chunks nearest a question, as nodes whose text is the chunk's, and nothing else for the model.
 
-    def __init__(self, engine: Engine, similarity_top_k: int = 6, **options: Any) -> None:
+    `filter` is one of documents' metadata, see `MetadataFilter.of`.
+    """
+
+    def __init__(self, engine: Engine, similarity_top_k: int = 6, filter: dict[str, Any] | None = None, **options: Any) -> None:
         super().__init__(**options)
-        self._engine, self._top_k = engine, similarity_top_k
+        self._engine, self._top_k, self._filter = engine, similarity_top_k, filter
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         nodes = []
-        for scored in self._engine.search(query_bundle.query_str, self._top_k):
+        for scored in self._engine.search(query_bundle.query_str, self._top_k, self._filter):
             chunk, metadata = scored.chunk, chunk_metadata(scored)
             hidden = {key: list(metadata) for key in ("excluded_llm_metadata_keys", "excluded_embed_metadata_keys")}
             # A title before the text would be another text.

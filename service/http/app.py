@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import h11
 import numpy as np
 import uvicorn
 import uvicorn.config
@@ -196,6 +197,14 @@ class YieldingConnection(H11Protocol):
             least = min(others, key=lambda one: (one.standing, one._came))
             least.transport.abort()
             self.connections.discard(least)  # now, and not when it has ended
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is no HTTP: say so, unless an answer has begun already; one that follows is dropped."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        self.transport.close()
+        if self.cycle is not None:
+            self.cycle.disconnected = True
 
     def on_response_complete(self) -> None:
         """An answer has ended; the request that comes next has no standing of its own yet."""

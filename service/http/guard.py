@@ -259,8 +259,8 @@ class Guard:
     - 421, without keys: a Host that is not this service's. A web page whose name was pointed at this machine (DNS rebinding) is
       of the API's origin for a browser; only its Host distinguishes it from a page of ours.
     - 401, with keys: none that is known, on a path that is not in `PUBLIC_PATHS`. 403: a write from a page of another origin.
-    - 400: a path with control characters; a body of a request that only reads, framed in two ways, or not called JSON, which a
-      browser sends without asking first (of a form to `/v1/documents` only the Origin is checked).
+    - 400: a path with control characters; a body of a request that only reads, framed in two ways, compressed, or not called
+      JSON, which a browser sends without asking first (of a form to `/v1/documents` only the Origin is checked).
     - 413: a body longer than `max_body_bytes` (documents) or `max_completion_bytes`. 408: one that does not come in `body_s`.
     - 429: unanswered bodies that are more than `BODIES_OF_TENANT` of the longest of one tenant, or `BODIES` of all.
 
@@ -321,6 +321,8 @@ class Guard:
             raise ApiError(400, f"{method} requests have no body; leave it out", code="invalid_value")
         if "content-length" in headers and "transfer-encoding" in headers:
             raise ApiError(400, "the body has a Content-Length and a Transfer-Encoding; send one of them", code="invalid_value")
+        if (coding := headers.get("content-encoding", "identity")) != "identity":
+            raise ApiError(400, f"the body came with Content-Encoding {shortened(coding)}; send the JSON, or form, without one")
         sent = headers.get("content-type", "")
         kind = sent.partition(";")[0].strip().lower()
         is_form = path == "/v1/documents" and kind == "multipart/form-data"

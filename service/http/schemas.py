@@ -16,6 +16,7 @@ from pydantic import (
     Field,
     StringConstraints,
     Tag,
+    ValidationInfo,
     model_validator,
 )
 
@@ -420,6 +421,12 @@ class GenerationBody(StrictModel):
         return "response_format", ANY_OBJECT if form.json_schema is None else form.json_schema.schema_
 
 
+def _beside_logprobs(top: int, info: ValidationInfo) -> int:
+    if top and not info.data.get("logprobs"):
+        raise ValueError("set logprobs to true with it")
+    return top
+
+
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
@@ -427,7 +434,7 @@ class ChatBody(GenerationBody):
     messages: Annotated[list[MessageBody], Field(min_length=1, max_length=1000, fail_fast=True)]
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), AfterValidator(_beside_logprobs)] | None = None
     modalities: list[Literal["text"]] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None  # without one "auto"
@@ -457,12 +464,6 @@ class ChatBody(GenerationBody):
     def returned_logprobs(self) -> int | None:
         """How many of the likeliest tokens are returned with each; None for no log-probabilities."""
         return self.top_logprobs or 0 if self.logprobs else None
-
-    @model_validator(mode="after")
-    def _check_logprobs(self) -> Self:
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs: set logprobs to true with it")
-        return self
 
 
 class CompletionBody(GenerationBody):

@@ -31,6 +31,12 @@ def pipeline(engine: Engine, builder: Any, generator: Any) -> Pipeline:
     return made
 
 
+def test_filters(engine: Engine) -> None:
+    """Filters are of documents' metadata, which these have not; those of a run come before the retriever's own."""
+    assert CacheBlendRetriever(engine, filters={"year": 2024}).run(QUESTION) == {"documents": []}
+    assert CacheBlendRetriever(engine).run(QUESTION, filters={"year": 2024}) == {"documents": []}
+
+
 def test_pipeline_with_a_chat_generator(engine: Engine) -> None:
     """A pipeline with `ChatPromptBuilder` blends the stored KV; a callback that is a coroutine is refused."""
     pieces: list[StreamingChunk] = []

@@ -56,6 +56,7 @@ def test_query_engine_finds_the_chunks(engine: Engine, llm: CacheBlendLLM) -> No
     assert len(first.source_nodes) == 4
     assert streamed == first.response
     assert (plan["hits"], plan["misses"]) == (4, 0)
+    assert CacheBlendRetriever(engine, filter={"year": 2024}).retrieve(QUESTION) == []
 
 
 def test_chat_stream_and_options(llm: CacheBlendLLM) -> None:

@@ -226,6 +226,20 @@ def test_bodies_that_may_not_be(address: str, head: bytes, said: str) -> None:
     assert b"200 OK" not in answer
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_refused_body_that_is_no_http(address: str, caplog: pytest.LogCaptureFixture, *, waits: bool) -> None:
+    """After its refusal, or before it, a body that is no HTTP ends the connection, and logs no traceback."""
+    head = b"POST /v1/documents HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with connected(address) as connection:
+        connection.sendall(head + (b"2\r\n{}\r\n" if waits else b"no chunk\r\n\r\n"))
+        answer = connection.recv(2**16)
+        connection.sendall(b"no chunk\r\n\r\n" if waits else b"")
+        answer += b"".join(iter(lambda: connection.recv(2**16), b""))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert httpx.get(f"{address}/healthz").status_code == 200
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def test_a_long_method_is_not_echoed(address: str) -> None:
     """An error message has no more of a method or path than a line."""
     for method, path in (("X" * 15_000, "/healthz"), ("GET", "/" + "x" * 15_000)):

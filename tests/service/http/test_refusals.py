@@ -71,7 +71,7 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"documents": [{"title": "x"}]}, "documents.0.text: is missing; give it"),
     ({"cache_salt": "x" * 999}, "cache_salt: must have at most 256 characters"),
     ({"unknown": 1}, "unknown: is no field of this request; leave it out"),
-    ({"top_logprobs": 2}, "the body: top_logprobs: set logprobs to true with it"),
+    ({"top_logprobs": 2}, "top_logprobs: set logprobs to true with it"),
     ({"modalities": ["text", "audio"]}, 'modalities.1: only ["text"] is supported; leave it out'),
     ({"functions": [{"name": "f"}]}, "functions: are OpenAI's older form of tools; leave them out, and give tools"),
     ({"function_call": {"name": "f"}}, "function_call: must be 'none' or 'auto'"),
@@ -192,7 +192,7 @@ def test_fields(client: httpx.Client) -> None:
         ({"Content-Type": "application/x-www-form-urlencoded"}, b"model=tiny"),
         ({"Content-Type": "multipart/form-data; boundary=x"}, b"--x--"),
         ({}, b'{"model": "tiny"}'),
-        ({**JSON, "Content-Encoding": "gzip"}, b"\x1f\x8b\x08\x00"),
+        ({**JSON, "Content-Encoding": "gzip"}, b"{}"),
     ],
 )
 def test_wrong_content_types(client: httpx.Client, headers: dict[str, str], content: bytes) -> None:
