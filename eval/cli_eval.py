@@ -177,7 +177,8 @@ app.command("load")(load)
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
     figure: Annotated[
-        Path | None, typer.Option(help="Also draw KL against TTFT, a panel a run, as FILE.png with FILE.csv beside it.")
+        Path | None,
+        typer.Option(help="Also draw KL and quality against compute, a column a run, as FILE.png with FILE.csv beside it."),
     ] = None,
 ) -> None:
     """Print runs as Markdown tables, and several side by side.
@@ -188,14 +189,14 @@ def report(
         cacheblend eval report runs/musique --figure loss.png
     """
     from cacheblend.eval.run.folder import RunFolder
-    from cacheblend.eval.run.report import draw_losses, summarize
+    from cacheblend.eval.run.report import draw_losses
     from cacheblend.eval.run.report import report as make_report
 
     if figure is not None and figure.suffix != ".png":
         raise ConfigError("figure", str(figure), "a .png")
     typer.echo(make_report(runs), nl=False)
     if figure is not None:
-        draw_losses(figure.parent, figure.stem, [summarize(RunFolder(run)) for run in runs])
+        draw_losses(figure.parent, figure.stem, [RunFolder(run) for run in runs])
 
 
 def _run(source: RequestSource, model: str | None, out: Path | None, settings: options.Settings, *, as_json: bool) -> None:

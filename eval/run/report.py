@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +19,7 @@ from .folder import Row, RunFolder
 REFERENCE = "full_recompute"
 WITHHELD = "the model's weights are random, so its answers have no quality to report"
 UNKNOWN = "no question came with a right answer"
+FEWEST_OF_ORACLE, BOUNDS_OF_ORACLE = 3, (0.3, 0.1, 0.05, 0.02, 0.01)  # ratios that it chooses from; nats
 # What full recompute has in the metrics that are taken against it, case by case.
 AGAINST_FULL = {"first_token_kl_nats": 0.0, "gold_nll_over_full_nats": 0.0, "equal_greedy_tokens": 1.0}
 
@@ -221,43 +223,80 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return lines + [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
 
 
-def draw_losses(folder: Path, name: str, summaries: Sequence[dict[str, Any]]) -> Path:
-    """Draw first-token KL from full recompute against TTFT: a panel a run, a line a method over its ratios.
+def draw_losses(folder: Path, name: str, runs: Sequence[RunFolder]) -> Path:
+    """Draw first-token KL and quality against compute: a column a run, a line a method over its ratios.
+
+    A method at three ratios or more has an oracle, which gives each case the least ratio whose KL is within a bound, and full
+    recompute where none is: what the best choice of a ratio could reach.
 
     Args:
         folder: where `name.png` and `name.csv` are written.
         name: of the files.
-        summaries: of runs that have full_recompute, which a dashed line stands for.
+        runs: those that are drawn.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
     with needs_extra("eval"):
         from matplotlib.figure import Figure
-    figure = Figure(figsize=(5.5 * len(summaries), 4.0), layout="constrained")
-    axes = figure.subplots(1, len(summaries), squeeze=False)[0]
-    rows: list[tuple[object, ...]] = []
-    for axis, summary in zip(axes, summaries, strict=True):
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for label, found in summary["methods"].items():
-            ttft_s, kl_nats = found["ttft_s_median"], found["first_token_kl_nats"]
-            rows.append((Path(summary["model"]).name, summary["data_set"], label, ttft_s, found["compute_share"], kl_nats))
-            if label == REFERENCE:
-                axis.axvline(ttft_s, linestyle="--", color="gray", label=REFERENCE)
-            else:
-                lines.setdefault(label.partition("@")[0], []).append((ttft_s, kl_nats))
-        for label, points in lines.items():
-            axis.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
-        axis.grid(alpha=0.3)
-        axis.set_yscale("log")
-        axis.set_xlabel("TTFT, median (s)")
-        axis.set_ylabel("KL of the first token (nats)")
-        axis.set_title(f"{Path(summary['model']).name}, {summary['data_set']}, {summary['cases']} cases", fontsize="medium")
-    axes[-1].legend(loc="upper left", bbox_to_anchor=(1, 1))
-    header = ("model", "data_set", "method", "ttft_s_median", "compute_share", "first_token_kl_nats")
+    figure = Figure(figsize=(5.5 * len(runs) + 1, 7.0), layout="constrained")
+    axes = figure.subplots(2, len(runs), squeeze=False, sharex=True)
+    points: list[tuple[object, ...]] = []
+    for (upper, lower), run in zip(axes.T, runs, strict=True):
+        summary = summarize(run)
+        metric, data_set = metric_of(summary), summary["data_set"]
+        model = re.sub("-[0-9a-f]{16}$", "", Path(summary["model"]).name)  # a known model's folder has a digest
+        for label, at in _lines(summary, run.rows(), metric).items():
+            at.sort()
+            points += [(model, data_set, label, *point) for point in at]
+            compute, kl_nats, quality = zip(*at, strict=True)
+            style = ":" if label.endswith("oracle") else "-"
+            upper.plot(compute, kl_nats, style, marker=".", label=label)
+            lower.plot(compute, quality, style, marker=".", label=label)
+        upper.set_yscale("symlog", linthresh=0.01)
+        upper.set_ylabel("KL of the first token (nats)")
+        lower.set_ylabel(metric or "quality")
+        lower.set_xlabel("compute, share of full prefill's")
+        upper.set_title(f"{model}, {data_set}, {summary['cases']} cases", fontsize="medium")
+        for axis in (upper, lower):
+            axis.set_xscale("log")
+            axis.grid(alpha=0.3)
+    axes[0, -1].legend(loc="upper left", bbox_to_anchor=(1, 1))
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([header, *rows])
+        csv.writer(file).writerows(
+            [("model", "data_set", "method", "compute_share", "first_token_kl_nats", "quality"), *points]
+        )
     png = folder / f"{name}.png"
-    figure.savefig(png, dpi=150)
+    figure.savefig(png, dpi=110)
     return png
+
+
+def _lines(
+    summary: dict[str, Any], rows: Sequence[Row], metric: str | None
+) -> dict[str, list[tuple[float, float, float | None]]]:
+    """Points of compute, KL and quality, by method; and those of each method's oracle."""
+    found: dict[str, list[tuple[float, float, float | None]]] = {}
+    ratios: dict[str, list[str]] = {}
+    for label, one in summary["methods"].items():
+        method = label.partition("@")[0]
+        found.setdefault(method, []).append((one["compute_share"], one["first_token_kl_nats"], one.get(metric or "")))
+        ratios.setdefault(method, []).append(label)
+    for method, labels in ratios.items():
+        if len(labels) < FEWEST_OF_ORACLE or REFERENCE not in summary["methods"]:
+            continue
+        labels = sorted(labels, key=lambda label: float(summary["methods"][label]["compute_share"]))
+        for most_nats in BOUNDS_OF_ORACLE:
+            taken = [_least(row, [*labels, REFERENCE], most_nats) for row in rows]
+            quality = None if metric is None else float(np.mean([one["quality"][metric] for one in taken]))
+            compute, kl_nats = (
+                float(np.mean([one[name] for one in taken])) for name in ("compute_share", "first_token_kl_nats")
+            )
+            found.setdefault(f"{method}, oracle", []).append((compute, kl_nats, quality))
+    return found
+
+
+def _least(row: Row, labels: Sequence[str], most_nats: float) -> dict[str, Any]:
+    """A case's result by the first method whose KL is within a bound; the last one's is 0."""
+    results: list[dict[str, Any]] = [row["methods"][label] for label in labels]
+    return next(result for result in results if result["first_token_kl_nats"] <= most_nats)
