@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -34,8 +34,9 @@ from cacheblend.blend import DEFAULT_SELECTOR, FusionConfig, FusionResult, Fusor
 from cacheblend.blend.widening import FIRST_RATIO
 from cacheblend.eval.compute import ModelCompute, compute_share
 from cacheblend.loader import LayerLoader
-from cacheblend.store import ChunkKV, KVHandle, LayerPair
+from cacheblend.store import ChunkKV, LayerPair
 from cacheblend.store.chunk import KVPart
+from cacheblend.store.codecs import CODECS, LayerShape
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 768,
@@ -65,15 +66,28 @@ class Disk:
 
 
 class KVOnDisk(KVPart):
-    """A chunk's KV, read no faster than a disk reads it."""
+    """A chunk's KV as a codec stores it, read no faster than a disk reads it."""
 
-    def __init__(self, kv: KVHandle, disk: Disk) -> None:
+    def __init__(self, kv: ChunkKV, disk: Disk, codec: str) -> None:
         super().__init__(kv, 0, kv.token_ids)
-        self.tier, self.in_memory, self._disk = "nvme", False, disk
+        self.tier, self.in_memory, self._disk, self._codec = "nvme", False, disk, CODECS[codec]
+        self._shapes = [LayerShape(*k_HTD.shape, kv.dtype) for k_HTD, _ in kv.layers]
+        self._encoded = []
+        for shape, pair in zip(self._shapes, kv.layers, strict=True):
+            stored = self._codec.encoded_shape(shape)
+            self._encoded.append(torch.empty((1, *stored.shape), dtype=stored.dtype))
+            self._codec.encode([pair], self._encoded[-1])
+        self.layer_bytes = lambda layer: self._encoded[layer].nbytes
 
     def read_layer(self, layer: int) -> LayerPair:
         self._disk.read(self.layer_bytes(layer))
-        return super().read_layer(layer)
+        return self._codec.decode(self._encoded[layer][0], self._shapes[layer])
+
+
+@cache
+def put_on_disk(kv: ChunkKV, disk: Disk, codec: str) -> KVOnDisk:
+    """A chunk's KV on a disk, encoded once."""
+    return KVOnDisk(kv, disk, codec)
 
 
 def make_fusor(seed: int = 0, dtype: torch.dtype = torch.float32) -> Fusor:
@@ -107,11 +121,18 @@ def measure(calls: dict[str, Callable[[list[Segment]], FusionResult]], prompts: 
     return seconds
 
 
-def fuse_from_disk(fusor: Fusor, prompt: list[Segment], config: FusionConfig, disk: Disk) -> FusionResult:
+def on_disk(prompt: list[Segment], disk: Disk, codec: str) -> list[Segment]:
+    """The prompt with its chunks' KV on a disk."""
+    return [
+        replace(segment, kv=put_on_disk(segment.kv, disk, codec)) if isinstance(segment.kv, ChunkKV) else segment
+        for segment in prompt
+    ]
+
+
+def load_and_fuse(prompt: list[Segment], fusor: Fusor, config: FusionConfig, disk: Disk, codec: str) -> FusionResult:
     """Blend with the loader, the chunks' KV on a disk."""
-    on_disk = [segment if segment.kv is None else replace(segment, kv=KVOnDisk(segment.kv, disk)) for segment in prompt]
     with LayerLoader() as loader:
-        return fusor.fuse(on_disk, config, loader)
+        return fusor.fuse(on_disk(prompt, disk, codec), config, loader)
 
 
 def print_loading(load_s: dict[float, float], ratios: list[float], seconds: dict[str, list[float]]) -> list[dict[str, float]]:
@@ -142,6 +163,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--question-tokens", type=int, default=32)
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.05, 0.15, 0.3])
     parser.add_argument("--bandwidths", type=float, nargs="*", default=[], help="of disks, in GB/s; left out, KV is in RAM")
+    parser.add_argument("--codec", default="raw", choices=CODECS, help="of KV on a disk")
     parser.add_argument("--selector", default=DEFAULT_SELECTOR)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
@@ -173,7 +195,8 @@ def main() -> None:
     disks = {gb_s: Disk(gb_s * 1e9) for gb_s in options.bandwidths}
     for gb_s, disk in disks.items():
         for ratio in options.ratios:
-            calls[f"{gb_s} GB/s, {ratio}"] = partial(fuse_from_disk, fusor, config=configs[str(ratio)], disk=disk)
+            config = configs[str(ratio)]
+            calls[f"{gb_s} GB/s, {ratio}"] = partial(load_and_fuse, fusor=fusor, config=config, disk=disk, codec=options.codec)
     compute = ModelCompute.of(fusor.decoder)
     ideal = {name: 1 / compute_share(call(counted), compute) for name, call in calls.items() if "GB/s" not in name}
     seconds = measure(calls, prompts)
@@ -196,7 +219,9 @@ def main() -> None:
         )
         summary["blend"][name] = {"blend_s": blend_s, "speedup": full_s / blend_s, "ideal": ideal[f"blend {name}"]}
     if disks:
-        stored_bytes = sum(segment.kv.nbytes for segment in counted if isinstance(segment.kv, ChunkKV))
+        stored = on_disk(counted, next(iter(disks.values())), options.codec)
+        layers = range(fusor.decoder.geometry.layers)
+        stored_bytes = sum(one.kv.layer_bytes(layer) for one in stored if one.kv is not None for layer in layers)
         load_s = {gb_s: stored_bytes / disk.bytes_per_s for gb_s, disk in disks.items()}
         summary["loading"] = print_loading(load_s, options.ratios, seconds)
     print(json.dumps(summary))
