@@ -296,7 +296,10 @@ def file_documents(
         OSError: it cannot be read.
     """
     name, where, title = path.name.lower(), where or str(path), title or path.stem
-    kind = next((KINDS[end] for end in KINDS if name.endswith(end)), None)
+    plain = name.removesuffix(".gz")
+    kind = next((KINDS[end] for end in KINDS if plain.endswith(end)), None)
+    if kind is not None and plain != name:
+        kind = "unpack it"
     if isinstance(kind, str):
         raise InputError(f"{where}: a file of this kind is not read; {kind}")
     if name.endswith(JSONL_SUFFIXES):

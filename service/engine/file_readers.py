@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from datetime import datetime, time
 from email import message_from_bytes, policy
 from email.message import EmailMessage, MIMEPart
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ Parts = Iterator[tuple[str, str, str]]
 MAX_UNPACKED_BYTES = 512 * 2**20  # of an archive's members, as its directory says; more than that is not unpacked
 MAX_MEMBERS = 20_000
 _OLE = b"\xd0\xcf\x11\xe0"  # of the Office of before 2007, in which a newer file with a password is packed
+_STRICT = re.compile(rb"http://purl\.oclc\.org/ooxml/(\w+)/")
 _HEADERS = ("From", "To", "Cc", "Date", "Subject")
 _NUMBER_FORMAT = re.compile(r"[#0?][#0?,]*(?:\.([#0?]+))?(?: ?%)?(?:E[+-]0+)?")
 _FORMAT_MARKS = re.compile(r'\[\$([^]-]{0,32})[^]]{0,32}\]|\[[^]]{0,64}\]|[_*].|["\\]')  # currencies, colours, blanks, quotes
@@ -123,7 +125,8 @@ def _sheet_parts(path: Path) -> Parts:
     """The sheets of a workbook as tables of what the cells show, each with the rows above as lines."""
     from openpyxl import load_workbook
 
-    for sheet in load_workbook(path, data_only=True).worksheets:
+    sheets = load_workbook(path, data_only=True).worksheets
+    for sheet in sheets or load_workbook(_transitional(path), data_only=True).worksheets:
         shown = {place: _shown(cell) for place, cell in sheet._cells.items()}  # a million rows may be empty
         for merged in sheet.merged_cells.ranges:
             text = shown.get((merged.min_row, merged.min_col), "")
@@ -138,6 +141,15 @@ def _sheet_parts(path: Path) -> Parts:
                 blocks.append([])
             blocks[-1].append(cells)
         yield f"sheet={sheet.title}", "\n\n".join(map(_block, blocks)), ""
+
+
+def _transitional(path: Path) -> BytesIO:
+    """A workbook of strict Office Open XML with the names that openpyxl knows."""
+    copy = BytesIO()
+    with zipfile.ZipFile(path) as strict, zipfile.ZipFile(copy, "w") as archive:
+        for name in strict.namelist():
+            archive.writestr(name, _STRICT.sub(rb"http://schemas.openxmlformats.org/\1/2006/", strict.read(name)))
+    return copy
 
 
 def _block(rows: list[list[str]]) -> str:
@@ -159,8 +171,10 @@ def _shown(cell: Any) -> str:
         text = str(value.date())
     elif isinstance(value, int | float):
         text = f"{value:.15g}"
-        form = _FORMAT_MARKS.sub(r"\1", (cell.number_format or "").partition(";")[0])
-        if found := _NUMBER_FORMAT.search(form):
+        form, *forms = _FORMAT_MARKS.sub(r"\1", cell.number_format or "").split(";")
+        if value < 0 and forms:
+            form, value = forms[0], -value
+        if (found := _NUMBER_FORMAT.search(form)) and "?/" not in form:  # a fraction
             kind = f"{',' * (',' in found[0])}.{len(found[1] or '')}{'%' if '%' in found[0] else 'f'}"
             text = f"{form[: found.start()]}{value:{kind}}{form[found.end() :]}".strip()
     note = " ".join(cell.comment.text.rpartition("Comment:\n")[2].split()) if cell.comment else ""
@@ -186,6 +200,6 @@ KINDS: dict[str, Callable[[Path], Parts] | str] = {
     **dict.fromkeys((".xlsb", ".numbers", ".et"), "save it as .xlsx"),
     **dict.fromkeys((".pages", ".key", ".one", ".vsd", ".vsdx", ".pub", ".wpd", ".wps", ".hwp", ".odg"), "save it as PDF"),
     **dict.fromkeys((".ps", ".eps", ".djvu", ".xps", ".chm", ".mobi", ".azw3"), "convert it to PDF"),
-    **dict.fromkeys((".zip", ".tar", ".tgz", ".tar.gz", ".7z", ".rar", ".bz2", ".xz", ".zst"), "unpack it"),
+    **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar", ".bz2", ".xz", ".zst"), "unpack it"),
     **dict.fromkeys((".parquet", ".arrow", ".feather", ".sqlite", ".mdb", ".accdb"), "write its rows as JSON lines"),
 }

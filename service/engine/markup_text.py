@@ -108,7 +108,7 @@ class MarkdownWriter:
 
     def _rows(self, table: Any) -> list[list[str]]:
         """The rows of a table, spanned cells repeated; none of one that lays out a page: of one column, or of tables."""
-        rows, below = list[list[str]](), dict[int, tuple[int, str]]()
+        rows, below, width = list[list[str]](), dict[int, tuple[int, str]](), 0
         if any(_name(inner) in _TABLES for inner in table.iterdescendants()):
             return []
         for row in (each for each in table.iter() if _name(each) in _ROWS):
@@ -119,14 +119,17 @@ class MarkdownWriter:
                     cells.append(above[1])
                 if cell is None:
                     break
-                text, merge = self(cell), cell.find("{*}tcPr/{*}vMerge")
+                text = self(cell) or _attribute(cell, "}value", "}boolean-value", "}date-value")
+                merge = cell.find("{*}tcPr/{*}vMerge")
                 if rows and (cell.get("vMerge") or (merge is not None and _attribute(merge, "val") != "restart")):
                     text = "".join(rows[-1][len(cells) : len(cells) + 1])
-                across = _attribute(cell.find("{*}tcPr/{*}gridSpan"), "val")
-                across = across or _attribute(cell, "colspan", "gridSpan", "columns-repeated")
-                for _ in range(_number(across)):
+                span = cell.find("{*}tcPr/{*}gridSpan")
+                across = _number(_attribute(span, "val") or _attribute(cell, "colspan", "gridSpan"))
+                across = 1 if rows and across >= width else across  # over all columns: a heading, once
+                for _ in range(max(across, _number(_attribute(cell, "columns-repeated")))):
                     below[len(cells)] = (_number(_attribute(cell, "rowspan")) - 1, text)
                     cells.append(text)
+            width = max(width, len(cells))
             while cells and not cells[-1]:
                 cells.pop()
             rows += [cells] * _number(_attribute(row, "rows-repeated")) if cells else []

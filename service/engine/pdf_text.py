@@ -29,6 +29,8 @@ FILLED = 0.6  # of a table's cells, at least; formulas in a text leave more of t
 TABLE_ROWS, TABLE_COLUMNS = 3, 3  # of a table: two columns may be prose, and PDFium reads a table of two row by row
 _FORMS = re.compile("[\ufb00-\ufb06\ufb50-\ufdff\ufe70-\ufefc]+")  # ligatures, letters in the shape of their place
 _CUT_WORD = re.compile(r"(?:[\x02\ufffe]\s*|(?<=[a-zà-ÿ])-\n(?=[a-zà-ÿ]))")  # PDFium has its own marks of a word's hyphen
+_ACCENTS = {"\xa8": "\u0308", "\xb4": "\u0301", "\u02c6": "\u0302", "\u02dc": "\u0303", "\u02c7": "\u030c"}
+_ACCENTED = re.compile(f"([{''.join(_ACCENTS)}])([A-Za-z\u0131])")  # TeX draws one, then the other
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\uffff]")
 
 
@@ -71,8 +73,14 @@ def is_no_language(text: str) -> bool:
 def clean(text: str) -> str:
     """A text with words that line ends cut, with letters in place of their shapes, and without control characters."""
     text = _CUT_WORD.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
-    text = _CONTROLS.sub("", _FORMS.sub(lambda found: unicodedata.normalize("NFKC", found[0]), text))
+    text = _CONTROLS.sub("", _ACCENTED.sub(_letter, _FORMS.sub(lambda found: unicodedata.normalize("NFKC", found[0]), text)))
     return "\n".join(map(str.rstrip, text.split("\n")))
+
+
+def _letter(found: re.Match[str]) -> str:
+    """A letter with the accent that stands before it, or both where there is none such."""
+    letter = unicodedata.normalize("NFC", found[2].replace("\u0131", "i") + _ACCENTS[found[1]])
+    return letter if len(letter) == 1 else found[0]
 
 
 def _page_text(page: Any, form: Any) -> str:
@@ -83,6 +91,8 @@ def _page_text(page: Any, form: Any) -> str:
     if values:
         texts = {box: shown.get_text_bounded(*box).strip() for box in boxes} | values
         return "\n".join([*(" ".join(texts[box] for box in row) for row in _rows(list(texts))), *comments])
+    if page.get_rotation():  # PDFium gives the lines of a rectangle without their ends
+        return "\n".join([shown.get_text_range(), *comments])
     pieces, top, plain = list[str](), None, shown.get_text_bounded()
     for table in _tables(_rows(boxes), page.get_width()):
         pieces.append(shown.get_text_bounded(bottom=max(_around(cell)[3] for cell in table[0] if cell), top=top))
@@ -178,4 +188,4 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows]
     width = max(map(len, cells), default=0)
     lines = [f"| {' | '.join([*row, *[''] * (width - len(row))])} |" for row in cells]
-    return "\n".join([*lines[:1], "|" + " --- |" * width, *lines[1:]])
+    return "\n".join([*lines[:1], "|" + " --- |" * width, *lines[1:]]) if lines else ""

@@ -9,7 +9,7 @@ from cacheblend.base.errors import needs_extra
 MAX_SAMPLE_BYTES = 2**16  # that a text's encoding is detected by
 DAMAGED_SHARE = 0.1  # of the characters beyond ASCII that may be damaged in UTF-8
 NUL_SHARE = 0.3  # of a text's bytes: two of five and more in UTF-16, few where a disk lost what was written
-_CONTROL_BYTES = bytes({*range(32), 127} - set(b"\0\t\n\r\f\x1b"))
+_CONTROL_BYTES = bytes({*range(32), 127} - set(b"\0\t\n\r\f\x0e\x0f\x1b"))  # the last three change ISO 2022's characters
 _MARKS = dict.fromkeys((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "utf-32")  # the first begins as one of UTF-16
 _MARKS |= dict.fromkeys((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "utf-16")
 
@@ -25,7 +25,7 @@ def decoded(raw: bytes) -> str | None:
             return None
         text = raw.decode("utf-8-sig", errors="replace")
         damaged, beyond = text.count("\ufffd"), len(text) - sum(map(str.isascii, text))
-        if text.isascii() or damaged <= DAMAGED_SHARE * beyond:
+        if b"\x1b$" not in raw and (text.isascii() or damaged <= DAMAGED_SHARE * beyond):
             return text
         encoding = detected_encoding(raw)
     text = raw.decode(encoding or "ascii", errors="replace")

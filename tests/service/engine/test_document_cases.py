@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zipfile
 from contextlib import closing
 from email.message import EmailMessage
@@ -119,6 +120,7 @@ def test_text_that_is_no_language() -> None:
     )
     assert not any(map(is_no_language, languages))
     assert all(map(is_no_language, ("\x01\x02\x03\x04 \x05", "\ue001\ue002\ue003", "Ä¿Â¼ÔÚÎÒÃÇµÄÊÀ½çÉÏ")))
+    assert clean("R¨as¨anen, Lemaˆıtre, F´ısica, but σˆΨ, don´t") == "Räsänen, Lemaître, Física, but σˆΨ, don´t"
     assert clean("The ofﬁce ﬁled the pre-\r\nliminary\x02\r\n note") == "The office filed the preliminarynote"
 
 
@@ -150,23 +152,32 @@ def test_office_files_with_odd_parts(tmp_path: Path) -> None:
         items = '<o:item id="a" href="a.xhtml"/><o:itemref idref="a"/>'
         book.writestr("o/b.opf", f'<o:package xmlns:o="o" xmlns:dc="d"><dc:title>Quay</dc:title>{items}</o:package>')
         book.writestr("o/a.xhtml", "<html><body><p>The quay is long.</p></body></html>")
-    flat = '<o xmlns:x="x"><x:body><x:text><x:h x:outline-level="2">Fees</x:h><x:p>Forty crowns</x:p></x:text></x:body></o>'
+    cells = '<x:table><x:table-row><x:table-cell><x:p>A</x:p></x:table-cell><x:table-cell x:value="7"/></x:table-row></x:table>'
+    flat = '<x:h x:outline-level="2">Fees</x:h><x:p>Forty crowns</x:p>'
+    flat = f'<o xmlns:x="x"><x:body><x:text>{flat}{cells}</x:text></x:body></o>'
     (tmp_path / "fees.fodt").write_text(flat)
+    (tmp_path / "hall.html").write_text("<table><tr><td>A<td>B<tr><td colspan=2>By day<tr><td>1<td>2</table>")
     openpyxl = pytest.importorskip("openpyxl")
     sheet = (workbook := openpyxl.Workbook()).active
-    for row in (["Tariff 2031", None, None], ["Boat", "Share", "Note"], ["Alma", 0.25, "NA"], ["Bern", 12, None]):
+    for row in (["Tariff 2031", None, None], ["Boat", "Share", "Note"], ["Alma", 0.25, -1.6], ["Bern", 12, "NA"]):
         sheet.append(row)
-    sheet["B3"].number_format = "0%"
+    sheet["B3"].number_format, sheet["C3"].number_format = "0%", "+0.0;-0.0"
     sheet["B4"].comment = openpyxl.comments.Comment("ask Vega", "v")
     workbook.save(tmp_path / "tariff.xlsm")
+    with zipfile.ZipFile(tmp_path / "tariff.xlsm") as saved, zipfile.ZipFile(tmp_path / "strict.xlsx", "w") as strict:
+        for name in saved.namelist():
+            main = rb"schemas\.openxmlformats\.org/(spreadsheetml|officeDocument)/2006"
+            strict.writestr(name, re.sub(main, rb"purl.oclc.org/ooxml/\1", saved.read(name)))
     texts, report = read(tmp_path)
     assert report.faults == {}
+    assert texts.pop("strict.xlsx#sheet=Sheet").startswith("Tariff 2031\n\n| Boat | Share | Note |")
     assert texts == {
         "deck.pptm#slide=1": "# Tides\n\nHigh at noon\n\nSay it slowly",
         "book.epub": "Quay\n\nThe quay is long.",
-        "fees.fodt": "## Fees\n\nForty crowns",
-        "tariff.xlsm#sheet=Sheet": "Tariff 2031\n\n| Boat | Share | Note |\n| --- | --- | --- |\n| Alma | 25% | NA |\n"
-        "| Bern | 12 (comment: ask Vega) |  |",
+        "fees.fodt": "## Fees\n\nForty crowns\n\n| A | 7 |\n| --- | --- |",
+        "hall.html": "| A | B |\n| --- | --- |\n| By day |  |\n| 1 | 2 |",
+        "tariff.xlsm#sheet=Sheet": "Tariff 2031\n\n| Boat | Share | Note |\n| --- | --- | --- |\n| Alma | 25% | -1.6 |\n"
+        "| Bern | 12 (comment: ask Vega) | NA |",
     }
 
 
@@ -175,6 +186,8 @@ def test_kinds_that_are_refused_and_texts_in_gzip(tmp_path: Path) -> None:
     not_read = [suffix for suffix, kind in KINDS.items() if isinstance(kind, str)]
     for suffix in not_read:
         (tmp_path / f"some{suffix}").write_bytes(b"x")
+    not_read.append(".html.gz")
+    (tmp_path / "some.html.gz").write_bytes(gzip.compress(b"<p>x"))
     (tmp_path / "old.doc").write_bytes(b"\xd0\xcf\x11\xe0" + bytes(600))
     (tmp_path / "locked.docx").write_bytes(b"\xd0\xcf\x11\xe0" + bytes(600))
     _, report = read(tmp_path)

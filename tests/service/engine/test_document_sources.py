@@ -56,6 +56,9 @@ def office(tmp_path: Path) -> Path:
     folder = tmp_path / "office"
     folder.mkdir()
     (folder / "report.pdf").write_bytes(pdf([f"{text}. {LONG}" for text in ("The lighthouse is red", "The keeper is Ada")]))
+    turned = re.sub(rb"/Length \d+", b"/Length 999", pdf(["The pilot of the tug waits at the third pier until noon"]))
+    turned = turned.replace(b"612 792]", b"612 792] /Rotate 90").replace(b"72 720 Td", b"0 1 -1 0 72 72 Tm")
+    (folder / "turned.pdf").write_bytes(turned)
     (folder / "letter.docx").write_bytes(docx("The ferry leaves at nine"))
     (folder / "novel.epub").write_bytes(epub("The miller had a cat"))
     pptx(folder / "deck.pptx", ["Sales rose", "Costs fell"])
@@ -74,6 +77,7 @@ def test_every_kind_is_read_with_its_place(office: Path) -> None:
     words = {
         "report.pdf#page=1": "The lighthouse is red",
         "report.pdf#page=2": "The keeper is Ada",
+        "turned.pdf#page=1": "The pilot of the tug waits at the\nthird pier until noon",
         "letter.docx": "The ferry leaves at nine",
         "novel.epub": "The miller had a cat",
         "deck.pptx#slide=1-2": "Costs fell",
@@ -97,6 +101,8 @@ def test_every_kind_is_read_with_its_place(office: Path) -> None:
         ("latin-1", "Der Café schließt um zehn; müde Gäste gehen früh nach Hause."),
         ("cp1251", "Москва является столицей России и крупнейшим городом страны."),
         ("shift_jis", "東京は日本の首都であり、世界最大の都市の一つです。"),
+        ("iso2022_jp", "ISO-2022の東京は日本の首都です。"),
+        ("iso2022_kr", "서울은 대한민국의 수도이며 가장 큰 도시이다."),
         ("gb18030", "北京是中华人民共和国的首都也是全国的政治中心。"),
     ],
 )
