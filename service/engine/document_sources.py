@@ -296,10 +296,8 @@ def file_documents(
         OSError: it cannot be read.
     """
     name, where, title = path.name.lower(), where or str(path), title or path.stem
-    plain = name.removesuffix(".gz")
-    kind = next((KINDS[end] for end in KINDS if plain.endswith(end)), None)
-    if kind is not None and plain != name:
-        kind = "unpack it"
+    ends = [end for end in KINDS if name.removesuffix(".gz").endswith(end)]
+    kind = None if not ends else "unpack it" if name.endswith(".gz") else KINDS[ends[0]]
     if isinstance(kind, str):
         raise InputError(f"{where}: a file of this kind is not read; {kind}")
     if name.endswith(JSONL_SUFFIXES):

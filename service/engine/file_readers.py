@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from datetime import datetime, time
 from email import message_from_bytes, policy
 from email.message import EmailMessage, MIMEPart
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ Parts = Iterator[tuple[str, str, str]]
 MAX_UNPACKED_BYTES = 512 * 2**20  # of an archive's members, as its directory says; more than that is not unpacked
 MAX_MEMBERS = 20_000
 _OLE = b"\xd0\xcf\x11\xe0"  # of the Office of before 2007, in which a newer file with a password is packed
-_STRICT = re.compile(rb"http://purl\.oclc\.org/ooxml/(\w+)/")
 _HEADERS = ("From", "To", "Cc", "Date", "Subject")
 _NUMBER_FORMAT = re.compile(r"[#0?][#0?,]*(?:\.([#0?]+))?(?: ?%)?(?:E[+-]0+)?")
 _FORMAT_MARKS = re.compile(r'\[\$([^]-]{0,32})[^]]{0,32}\]|\[[^]]{0,64}\]|[_*].|["\\]')  # currencies, colours, blanks, quotes
@@ -125,8 +123,9 @@ def _sheet_parts(path: Path) -> Parts:
     """The sheets of a workbook as tables of what the cells show, each with the rows above as lines."""
     from openpyxl import load_workbook
 
-    sheets = load_workbook(path, data_only=True).worksheets
-    for sheet in sheets or load_workbook(_transitional(path), data_only=True).worksheets:
+    if not (sheets := load_workbook(path, data_only=True).worksheets):
+        raise InputError("its sheets are strict Open XML, or charts alone; save it as a plain Excel workbook")
+    for sheet in sheets:
         shown = {place: _shown(cell) for place, cell in sheet._cells.items()}  # a million rows may be empty
         for merged in sheet.merged_cells.ranges:
             text = shown.get((merged.min_row, merged.min_col), "")
@@ -141,15 +140,6 @@ def _sheet_parts(path: Path) -> Parts:
                 blocks.append([])
             blocks[-1].append(cells)
         yield f"sheet={sheet.title}", "\n\n".join(map(_block, blocks)), ""
-
-
-def _transitional(path: Path) -> BytesIO:
-    """A workbook of strict Office Open XML with the names that openpyxl knows."""
-    copy = BytesIO()
-    with zipfile.ZipFile(path) as strict, zipfile.ZipFile(copy, "w") as archive:
-        for name in strict.namelist():
-            archive.writestr(name, _STRICT.sub(rb"http://schemas.openxmlformats.org/\1/2006/", strict.read(name)))
-    return copy
 
 
 def _block(rows: list[list[str]]) -> str:

@@ -108,7 +108,7 @@ class MarkdownWriter:
 
     def _rows(self, table: Any) -> list[list[str]]:
         """The rows of a table, spanned cells repeated; none of one that lays out a page: of one column, or of tables."""
-        rows, below, width = list[list[str]](), dict[int, tuple[int, str]](), 0
+        rows, below = list[list[str]](), dict[int, tuple[int, str]]()
         if any(_name(inner) in _TABLES for inner in table.iterdescendants()):
             return []
         for row in (each for each in table.iter() if _name(each) in _ROWS):
@@ -125,11 +125,10 @@ class MarkdownWriter:
                     text = "".join(rows[-1][len(cells) : len(cells) + 1])
                 span = cell.find("{*}tcPr/{*}gridSpan")
                 across = _number(_attribute(span, "val") or _attribute(cell, "colspan", "gridSpan"))
-                across = 1 if rows and across >= width else across  # over all columns: a heading, once
+                across = 1 if rows and across >= len(rows[0]) else across  # over all columns: a heading, once
                 for _ in range(max(across, _number(_attribute(cell, "columns-repeated")))):
                     below[len(cells)] = (_number(_attribute(cell, "rowspan")) - 1, text)
                     cells.append(text)
-            width = max(width, len(cells))
             while cells and not cells[-1]:
                 cells.pop()
             rows += [cells] * _number(_attribute(row, "rows-repeated")) if cells else []
@@ -212,10 +211,9 @@ def open_document_parts(path: Path) -> Iterator[tuple[str, str, str]]:
     else:
         root = styles = parsed(path.read_bytes())
 
-    def level(element: Any) -> int:
-        return min(_number(_attribute(element, "outline-level")), 6) if _name(element) == "h" else 0
-
-    write = MarkdownWriter(is_mixed=True, level=level)
+    write = MarkdownWriter(
+        is_mixed=True, level=lambda one: _name(one) == "h" and min(_number(_attribute(one, "outline-level")), 6)
+    )
     body = next(root.iter("{*}body"))
     for number, page in enumerate(body.iterfind("{*}presentation/{*}page"), 1):
         yield f"slide={number}", write(page), ""
