@@ -1,8 +1,5 @@
 """The catalog: documents, their chunks, token ids and vectors in one SQLite file, the source of truth of the index.
 
-SQLite has no checksums of its own, so each row has one over all its columns, and every read compares it. Checksums find
-damage by disks; they are no defence against someone who may write to the file.
-
 Shapes: N chunks, D dimensions.
 """
 
@@ -32,39 +29,13 @@ from cacheblend.base.files import make_private_file
 from cacheblend.base.sqlite import BUSY_TIMEOUT_S, committed, prefix_end, sqlite_errors, truncate_log
 from cacheblend.store.layout import Reserve
 
+from . import tables
 from .document import CatalogedDocument, Chunk, EmbeddedDocument
-from .metadata import METADATA_TABLE, MetadataFilter, insert_metadata, row_checksum, select_metadata
+from .metadata import MetadataFilter
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 FORMAT = "3"  # of the tables
-SCHEMA = f"""{METADATA_TABLE}
-CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS documents (
-    id TEXT PRIMARY KEY,
-    version TEXT NOT NULL,
-    title TEXT NOT NULL,
-    chunks INTEGER NOT NULL DEFAULT 0,     -- how many the document has
-    checksum BLOB NOT NULL DEFAULT x''     -- of id, version, title and number of chunks
-);
-CREATE TABLE IF NOT EXISTS chunks (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,  -- the index's id; never used twice
-    document_id TEXT NOT NULL REFERENCES documents (id) ON DELETE CASCADE,
-    position INTEGER NOT NULL,
-    text TEXT NOT NULL,
-    token_ids BLOB NOT NULL,               -- int32, little-endian
-    vector BLOB NOT NULL,                  -- float32, little-endian
-    checksum BLOB NOT NULL DEFAULT x'',    -- of document, version, position, text, token ids and vector
-    UNIQUE (document_id, position)
-);
-"""
-INSERT_DOCUMENT = "INSERT INTO documents (id, version, title, chunks, checksum) VALUES (?, ?, ?, ?, ?)"
-INSERT_CHUNK = "INSERT INTO chunks (document_id, position, text, token_ids, vector, checksum) VALUES (?, ?, ?, ?, ?, ?)"
-SELECT_DOCUMENTS = "SELECT id, version, title, chunks, checksum FROM documents "
-JOINED = "FROM chunks c JOIN documents d ON d.id = c.document_id"
-SELECT_CHUNKS = f"""
-SELECT c.document_id, d.version, c.position, d.title, c.text, c.token_ids, c.vector, c.checksum, d.chunks, d.checksum {JOINED}
-"""
 _WRONG_VALUE = re.compile(r"(?<!\S)\S++ value in ")  # a finding of SQLite's that the row's checksum finds as well
 
 
@@ -124,7 +95,7 @@ class Catalog:
                 self._db.execute("PRAGMA journal_mode = WAL")
                 # A power cut may lose the last documents, never half of one; FULL would sync the disk once a document.
                 self._db.execute("PRAGMA synchronous = NORMAL")
-                self._db.executescript(SCHEMA)
+                self._db.executescript(tables.SCHEMA)
                 if self.setting("format") is None:
                     self._set_meta("format", FORMAT)
             self._settle(self._settings, fix=False)
@@ -171,10 +142,10 @@ class Catalog:
                 document = entry.document
                 replaced += bool(self._remove(document.id))
                 row = (document.id, document.version, document.title, len(entry.chunks))
-                self._sql(INSERT_DOCUMENT, (*row, row_checksum(*row)))
-                insert_metadata(self._sql, document.id, document.version, document.metadata)
+                self._sql(tables.INSERT_DOCUMENT, (*row, tables.row_checksum(*row)))
+                tables.insert_metadata(self._sql, document.id, document.version, document.metadata)
                 for chunk, vector_D in zip(entry.chunks, entry.vectors_ND, strict=True):
-                    self._insert(chunk, vector_D)
+                    self._sql(tables.INSERT_CHUNK, tables.chunk_row(chunk, vector_D))
             self.check_room()
         self._refill()
         return replaced
@@ -200,7 +171,7 @@ class Catalog:
                 chunks, vectors_ND = rewritten(self.chunks(id_), np.array([np.frombuffer(raw, "<f4") for (raw,) in rows]))
                 self._sql("DELETE FROM chunks WHERE document_id = ?", (id_,))
                 for chunk, vector_D in zip(chunks, vectors_ND, strict=True):
-                    self._insert(chunk, vector_D)
+                    self._sql(tables.INSERT_CHUNK, tables.chunk_row(chunk, vector_D))
                 settings = {**settings, "dimensions": str(vectors_ND.shape[1])}
             for key, value in settings.items():
                 self._set_meta(key, value)
@@ -246,8 +217,8 @@ class Catalog:
         """Refuse more bytes than the budget has room for, by `BudgetTooSmallError`."""
         if self._budget_bytes is None:
             return
-        tables = "pragma_page_count, pragma_freelist_count, pragma_page_size"
-        [[pages, free_pages, page_bytes]] = self._sql(f"SELECT * FROM {tables}")
+        sizes = "pragma_page_count, pragma_freelist_count, pragma_page_size"
+        [[pages, free_pages, page_bytes]] = self._sql(f"SELECT * FROM {sizes}")
         if (used_bytes := (pages - free_pages) * page_bytes) + more_bytes > self._budget_bytes:
             raise BudgetTooSmallError(
                 f"the index has {used_bytes} bytes, with these documents more than index_budget_bytes={self._budget_bytes}; "
@@ -271,7 +242,7 @@ class Catalog:
                 for rowid, _ in bad:
                     self._sql("DELETE FROM documents WHERE rowid = ?", (rowid,))
                 self._sql("DELETE FROM chunks WHERE document_id NOT IN (SELECT id FROM documents)")
-        damaged = tuple(_printable(id_) for _, id_ in bad)
+        damaged = tuple(tables.printable(id_) for _, id_ in bad)
         return IndexReport(len(rows), chunks, damaged, strays, bool(broken), repair)
 
     # Reads.
@@ -309,8 +280,8 @@ class Catalog:
 
     def document(self, document_id: str) -> CatalogedDocument | None:
         """One document; None if there is no such document."""
-        rows = self._sql(f"{SELECT_DOCUMENTS} WHERE id = ?", (document_id,))
-        return _document_of(rows[0]) if rows else None
+        rows = self._sql(f"{tables.SELECT_DOCUMENTS} WHERE id = ?", (document_id,))
+        return tables.document_of(rows[0]) if rows else None
 
     def documents(
         self, limit: int | None = None, after: str | None = None, *, newest_first: bool = False
@@ -320,9 +291,9 @@ class Catalog:
             raise self._unknown(after)
         comparison, order = ("<", "DESC") if newest_first else (">", "ASC")
         chosen = "" if after is None else f"WHERE rowid {comparison} (SELECT rowid FROM documents WHERE id = :after)"
-        query = f"{SELECT_DOCUMENTS} {chosen} ORDER BY rowid {order} LIMIT :limit"
+        query = f"{tables.SELECT_DOCUMENTS} {chosen} ORDER BY rowid {order} LIMIT :limit"
         values = {"after": after, "limit": -1 if limit is None else limit}  # -1 is none for SQLite
-        return [_document_of(row) for row in self._sql(query, values)]
+        return [tables.document_of(row) for row in self._sql(query, values)]
 
     def count(self) -> int:
         """How many documents there are."""
@@ -346,18 +317,18 @@ class Catalog:
     def chunks(self, document_id: str | None = None) -> list[Chunk]:
         """The chunks of a document, or all, in the order of adding; an error if a row is missing, or not what was written."""
         if document_id is None:
-            return [_chunk_of(row) for row in self._sql(SELECT_CHUNKS + "ORDER BY c.id")]
-        rows = self._sql(SELECT_CHUNKS + "WHERE c.document_id = ? ORDER BY c.id", (document_id,))
+            return [tables.chunk_of(row) for row in self._sql(tables.SELECT_CHUNKS + "ORDER BY c.id")]
+        rows = self._sql(tables.SELECT_CHUNKS + "WHERE c.document_id = ? ORDER BY c.id", (document_id,))
         if not rows and self.version(document_id) is None:
             raise self._unknown(document_id)
-        chunks = [_chunk_of(row) for row in rows]
+        chunks = [tables.chunk_of(row) for row in rows]
         if not rows or [chunk.position for chunk in chunks] != list(range(rows[0][-2])):
             raise DamagedDocumentError(document_id)
         return chunks
 
     def metadata(self, document_id: str) -> dict[str, Any]:
         """The metadata of a document, empty if it has none; `DamagedDocumentError` if they are not what was written."""
-        return select_metadata(self._sql, document_id)
+        return tables.select_metadata(self._sql, document_id)
 
     def chunk_ids(self, meets: MetadataFilter | None = None) -> list[int]:
         """Index ids of all chunks, or of those of documents whose metadata meet a filter."""
@@ -366,24 +337,24 @@ class Catalog:
 
     def chunk(self, id_: int) -> Chunk:
         """The chunk of an index id; `DamagedDocumentError` if the row is not what was written."""
-        rows = self._sql(SELECT_CHUNKS + "WHERE c.id = ?", (id_,))
+        rows = self._sql(tables.SELECT_CHUNKS + "WHERE c.id = ?", (id_,))
         if not rows:
             raise self._unusable("a row that a question found is gone")
-        return _chunk_of(rows[0])
+        return tables.chunk_of(rows[0])
 
     def texts(self, after: int = 0) -> Iterator[tuple[int, str, str, str]]:
         """Index id, document's id and title, and text of every chunk, one document after the other, read as they are used.
 
         With `after` only chunks of higher index ids.
         """
-        query = f"SELECT c.id, d.id, d.title, c.text {JOINED} WHERE c.id > ? ORDER BY c.id"
+        query = f"SELECT c.id, d.id, d.title, c.text {tables.JOINED} WHERE c.id > ? ORDER BY c.id"
         with self._errors():
             for id_, document_id, title, text in self._db.execute(query, (after,)):
                 yield id_, str(document_id), str(title), str(text)
 
     def document_texts(self, document_id: str, version: str) -> list[str]:
         """The texts of a document's chunks, in order; none if the document has another version now."""
-        query = f"SELECT c.text {JOINED} WHERE d.id = ? AND d.version = ? ORDER BY c.position"
+        query = f"SELECT c.text {tables.JOINED} WHERE d.id = ? AND d.version = ? ORDER BY c.position"
         rows = self._sql(query, (document_id, version))
         return [str(text) for (text,) in rows]
 
@@ -395,7 +366,7 @@ class Catalog:
         dimensions = self.dimensions or 0
         vectors: dict[int, NDArray[np.float32]] = {}
         damaged: list[str] = []
-        query = f"SELECT c.id, c.document_id, c.vector {JOINED} WHERE c.id > ? ORDER BY c.id"
+        query = f"SELECT c.id, c.document_id, c.vector {tables.JOINED} WHERE c.id > ? ORDER BY c.id"
         with self._errors():
             for id_, owner, raw in self._db.execute(query, (after,)):
                 fits = isinstance(raw, bytes) and len(raw) == 4 * dimensions
@@ -410,12 +381,6 @@ class Catalog:
         return [*vectors], np.array([*vectors.values()], dtype=np.float32).reshape(len(vectors), dimensions)
 
     # The steps of both.
-
-    def _insert(self, chunk: Chunk, vector_D: NDArray[np.float32]) -> None:
-        token_ids, vector = np.asarray(chunk.token_ids, dtype="<i4").tobytes(), vector_D.astype("<f4").tobytes()
-        checksum = row_checksum(chunk.document_id, chunk.version, chunk.position, chunk.text, token_ids, vector)
-        row = (chunk.document_id, chunk.position, chunk.text, token_ids, vector, checksum)
-        self._sql(INSERT_CHUNK, row)
 
     def _remove(self, document_id: str) -> int:
         """Remove a document, if it is there; returns how many chunks went with it."""
@@ -502,26 +467,3 @@ class Catalog:
 
     def _unknown(self, document_id: str) -> InputError:
         return InputError(f"there is no document {document_id!r} in {self._where}; documents() lists them")
-
-
-def _document_of(row: tuple[Any, ...]) -> CatalogedDocument:
-    """The document of a row of `SELECT_DOCUMENTS`; a damaged one is marked."""
-    id_, version, title, chunks, checksum = row
-    if checksum == row_checksum(id_, version, title, chunks):
-        return CatalogedDocument(id_, version, title, chunks)
-    chunks = chunks if isinstance(chunks, int) else 0
-    return CatalogedDocument(_printable(id_), _printable(version), "", chunks, damaged=True)
-
-
-def _chunk_of(row: tuple[Any, ...]) -> Chunk:
-    """The chunk of a row of `SELECT_CHUNKS`; `DamagedDocumentError` if it is not what was written."""
-    document_id, version, position, title, text, token_ids, vector, checksum, chunks, document_checksum = row
-    is_written = checksum == row_checksum(document_id, version, position, text, token_ids, vector)
-    if not is_written or document_checksum != row_checksum(document_id, version, title, chunks):
-        raise DamagedDocumentError(str(document_id))
-    ids = tuple(np.frombuffer(token_ids, dtype="<i4").tolist())
-    return Chunk(document_id, version, position, title, text, ids)
-
-
-def _printable(value: object) -> str:
-    return str(value).encode(errors="replace").decode()

@@ -1,30 +1,20 @@
-"""Metadata of documents, plain values by name: checked, as rows of the catalog, and filters over them as conditions of SQL."""
+"""Metadata of documents, plain values by name, and filters over them: checked, and as conditions of SQL."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import xxhash
-
-from cacheblend.base.errors import DamagedDocumentError, InputError
+from cacheblend.base.errors import InputError
 
 Scalar = str | int | float | bool
 Metadata = Mapping[str, Scalar | Sequence[Scalar]]
-RunSql = Callable[[str, Sequence[object]], list[tuple[Any, ...]]]  # the rows of a statement with these values
 MAX_FIELDS, MAX_VALUES, MAX_BYTES = 64, 100, 4096  # of a document; values of a field; all as JSON
 OPERATORS = {"gt": ">", "gte": ">=", "lt": "<", "lte": "<="}
-METADATA_TABLE = """
-CREATE TABLE IF NOT EXISTS metadata (      -- of the documents that have some
-    document_id TEXT PRIMARY KEY REFERENCES documents (id) ON DELETE CASCADE,
-    fields TEXT NOT NULL,                  -- JSON
-    checksum BLOB NOT NULL                 -- of document, version and fields
-);
-"""
 _FIELD = re.compile(r'[^\x00-\x1f\x7f-\x9f\ud800-\udfff"\\]{1,64}')
 _NO_TEXT = re.compile(r"[\x00\ud800-\udfff]")  # half a character, and what ends a text for SQLite
 
@@ -46,34 +36,6 @@ def read_metadata(given: object) -> dict[str, Any]:
 def as_json(metadata: Metadata) -> str:
     """Metadata as one text, the same for the same values."""
     return json.dumps(metadata, ensure_ascii=False, sort_keys=True)
-
-
-def insert_metadata(sql: RunSql, document_id: str, version: str, metadata: Metadata) -> None:
-    """Write the row of a document that has some."""
-    if metadata:
-        fields = as_json(metadata)
-        sql("INSERT INTO metadata VALUES (?, ?, ?)", (document_id, fields, row_checksum(document_id, version, fields)))
-
-
-def select_metadata(sql: RunSql, document_id: str) -> dict[str, Any]:
-    """The metadata of a document, empty if it has none; `DamagedDocumentError` if they are not what was written."""
-    joined = "SELECT d.version, m.fields, m.checksum FROM metadata m JOIN documents d ON d.id = m.document_id"
-    for version, fields, checksum in sql(f"{joined} WHERE d.id = ?", (document_id,)):
-        if checksum != row_checksum(document_id, version, fields):
-            raise DamagedDocumentError(document_id)
-        return dict(json.loads(fields))
-    return {}
-
-
-def row_checksum(*fields: object) -> bytes:
-    """The xxh3-128 of values as SQLite returns them, each with its kind and length."""
-    digest = xxhash.xxh3_128()
-    for field in fields:
-        kind = next((kind for kind in (bytes, str, int) if isinstance(field, kind)), object)
-        raw = field if isinstance(field, bytes) else str(field).encode(errors="surrogateescape")
-        digest.update(f"{kind.__name__}:{len(raw)}:".encode())
-        digest.update(raw)
-    return digest.digest()
 
 
 @dataclass(frozen=True, slots=True)
