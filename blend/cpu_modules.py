@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .compiled_file import function, load_or_warn
+from .attention import FEATURES
+from .compiled_file import function, has_feature, load_or_warn
 
 MEMORY_PART = 1 / 8
 CGROUP_OF_PROCESS, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
@@ -85,26 +86,9 @@ def is_worth_packing(model: nn.Module) -> bool:
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     if any(linear.weight.dtype != torch.bfloat16 or linear.weight.device.type != "cpu" for linear in linears):
         return False
-    return sum(linear.weight.nbytes for linear in linears) <= MEMORY_PART * memory_bytes() and operators_serve()
-
-
-@functools.cache
-def operators_serve() -> bool:
-    """Whether PyTorch has its undocumented packing operators, and they return a linear layer's outputs."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available() or not any(map(has_feature, FEATURES)):
         return False
-    inputs_SI, weight_OI, bias_O = (
-        torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-        for shape in ((3, 32), (48, 32), (48,))
-    )
-    try:
-        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            return False
-        outputs_SO = _product(inputs_SI, _pack(weight_OI), bias_O)
-    except (AttributeError, RuntimeError, TypeError) as error:
-        logger.info("PyTorch %s has other packing operators, weights stay as they are: %s", torch.__version__, error)
-        return False
-    return torch.allclose(outputs_SO, nn.functional.linear(inputs_SI, weight_OI, bias_O), rtol=2e-2, atol=2e-2)
+    return sum(linear.weight.nbytes for linear in linears) <= MEMORY_PART * memory_bytes()
 
 
 def memory_bytes() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,11 @@ from tiny_models import tiny_model
 from torch import nn
 
 from cacheblend.blend import Fusor, cpu_modules
+from cacheblend.blend.attention import FEATURES
+from cacheblend.blend.compiled_file import has_feature
 
 pytestmark = pytest.mark.skipif(
-    not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+    not (torch.backends.mkldnn.is_available() and any(map(has_feature, FEATURES))),
     reason="this processor has no 16-bit matrix instructions",
 )
 
@@ -49,33 +50,6 @@ def test_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         torch.testing.assert_close(packed.decoder.project_kv(1, rows), plain.decoder.project_kv(1, rows), rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(packed.decoder.logits(rows), plain.decoder.logits(rows), rtol=2e-2, atol=2e-2)
-
-
-@pytest.fixture
-def other_operators() -> Iterator[None]:
-    """PyTorch's operators are looked at anew, now and after the test."""
-    cpu_modules.operators_serve.cache_clear()
-    yield
-    cpu_modules.operators_serve.cache_clear()
-
-
-OTHER_OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gone": lambda weight_OI: torch.ops.mkldnn._no_such_operator(weight_OI),
-    "other arguments": lambda weight_OI: torch.ops.mkldnn._reorder_linear_weight(weight_OI, 1, 2, 3),
-    "other meaning": lambda weight_OI: torch.ops.mkldnn._reorder_linear_weight(2 * weight_OI, 16),
-}
-
-
-@pytest.mark.parametrize("change", OTHER_OPERATORS)
-@pytest.mark.usefixtures("other_operators")
-def test_without_operators(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a PyTorch without the operators, or with others of their names, weights stay as they are."""
-    model = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)
-    assert cpu_modules.is_worth_packing(model)
-    cpu_modules.operators_serve.cache_clear()
-    monkeypatch.setattr(cpu_modules, "_pack", OTHER_OPERATORS[change])
-    assert not cpu_modules.is_worth_packing(model)
-    assert Fusor(model).prefill([1, 2, 3]).logits.isfinite().all()
 
 
 @pytest.mark.parametrize(
