@@ -23,7 +23,7 @@ NAMED = re.compile(r"(?<!`)`(--[a-z][a-z-]+|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+|\w+_
 # Of other projects, placeholders, and metrics whose names are put together.
 FOREIGN = re.compile(
     r"VLLM_|LMCACHE_|vllm\.|cacheblend_(guard|vllm)_|--gpu-memory-utilization"
-    r"|(extra_body|OpenAIEmbeddings|Cache\.update|blend_NAME|[kv]_HND|importlib\.\S+|AbstractEventLoop|(Chat)?PromptBuilder)$"
+    r"|(extra_body|OpenAI(Embeddings|ChatCompletionsModel)|Cache\.update|blend_NAME|[kv]_HND|importlib\.\S+|AbstractEventLoop|(Chat)?PromptBuilder)$"
 )
 Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
