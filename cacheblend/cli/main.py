@@ -38,6 +38,8 @@ class LazyCommand(TyperCommand):
         command = get_group(holder).commands[str(self.name)]
         for each in (command, *getattr(command, "commands", {}).values()):
             _untyped_flags(each.get_params(typer.Context(each, help_option_names=HELP)))
+            # The first of the later paragraphs would outdent those after it, and examples be one line.
+            each.help = (each.help or "").replace("\n\nExamples:", "\n\n\n\nExamples:")
         return command
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:

@@ -66,7 +66,7 @@ def test_listing_documents_is_light(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
-def test_command(command: LazyCommand) -> None:
+def test_command(command: LazyCommand, capsys: pytest.CaptureFixture[str]) -> None:
     """Every command is there by its name with its line of help, and explains itself with examples."""
     group = get_command(app)
     found = group.get_command(typer.Context(group), str(command.name))
@@ -75,8 +75,11 @@ def test_command(command: LazyCommand) -> None:
     for each in getattr(loaded, "commands", {"": loaded}).values():
         _, _, examples = each.help.partition("Examples:\n\n")
         assert examples, each.name
+        each.main(["--help"], standalone_mode=False)
+        shown = [line.strip() for line in capsys.readouterr().out.splitlines()]
         for example in examples.split("\n"):
-            assert len(example) <= 78, "an example has a line of its own at 80 columns"
+            assert len(example) <= 78, example
+            assert example.strip() in shown, "an example has a line of its own at 80 columns"
             _parse(example.strip(), all_of_it=True)
         assert "<bool>" not in each.get_help(typer.Context(each, help_option_names=HELP)), each.name
 
