@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.filesize import decimal
 
-from cacheblend.base.errors import InputError
+from cacheblend.base.errors import InputError, StoreFullError
 from cacheblend.base.options import GIB
 from cacheblend.integrations.ray import RayConfig
 from cacheblend.retriever.index import IndexedDocuments
@@ -294,9 +295,12 @@ def _agree(config: EngineConfig, geometry: KVGeometry, tokens: int | None, *, ye
     need = max(0.0, (tokens or 0) * token_bytes - stored)
     estimate = f"KV is {token_bytes / 1e3:.1f} kB a token ({config.kv_cache_dtype})"
     if tokens is not None:
-        estimate += f": about {tokens:,} tokens, {need / 1e9:.1f} GB more in {folder}, which may hold {room / 1e9:.1f} GB"
+        estimate += f": about {tokens:,} tokens, {decimal(int(need))} more in {folder}, which may hold {decimal(room)}"
     if need + stored > room:
-        remedy = "give --kv-cache-dtype int8 or int4, raise --nvme-budget-bytes, free the disk, or ingest less"
+        if room < config.store.nvme_budget_bytes and not yes:
+            remedy = "free the disk, name another --store-dir, give --kv-cache-dtype int8 or int4, or --yes to try"
+            raise StoreFullError(f"{estimate}; the disk has no room for it: {remedy}")
+        remedy = "give --kv-cache-dtype int8 or int4, raise --nvme-budget-bytes, or ingest less"
         estimate += f"; what does not fit is evicted: {remedy}"
     if need > ASK_FROM_BYTES and not yes:
         terminal.confirm(f"{estimate}. Go on?")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -30,8 +31,8 @@ def much(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_an_ingest_says_what_it_takes(run: CommandLine, passages: Path, much: str) -> None:
-    """KV a token and disk are said first; much is asked about, and refused where nobody can be asked."""
+def test_an_ingest_says_what_it_takes(run: CommandLine, passages: Path, much: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV a token and disk are said first; much is asked about, and refused where nobody can be asked, or no disk has room."""
     said = run.on_store("ingest", str(passages)).err
     assert "kB a token (raw): about" in said
     assert str(run.store) in said
@@ -41,6 +42,9 @@ def test_an_ingest_says_what_it_takes(run: CommandLine, passages: Path, much: st
     run.store = run.store.with_name("other")
     refused = run.on_store("ingest", much)
     assert (refused.code, "give --yes" in refused.err) == (2, True)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    refused = run.on_store("ingest", str(passages))
+    assert (refused.code, "which may hold 1.0 kB; the disk has no room for it: free" in refused.err) == (1, True)
     assert not (run.store / "kv").exists(), "nothing was begun"
 
 
