@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter, Request
 
-from cacheblend.base.errors import CacheBlendError, ClientGoneError, QueueFullError, ServiceError
+from cacheblend.base.errors import CacheBlendError, ClientGoneError, QueueFullError, ServiceError, ShuttingDownError
 from cacheblend.base.threads import Check, Progress
 from cacheblend.service.engine.ingest import IngestReport
 from cacheblend.service.serving.calls import Call
@@ -58,6 +59,12 @@ class Ingest:
         self.name = f"{first[:MAX_NAME_CHARACTERS]}{f' and {len(others)} more' if others else ''}"
         self.total = len(self.parts)
         self.call = Call(self.run, tenant=self.tenant, until_begun=True)
+        self.call.future.add_done_callback(self._note_stop)
+
+    def _note_stop(self, ended: Future[IngestReport]) -> None:
+        """Log that the service's stop ended the upload, which no list has when it runs again."""
+        if not ended.cancelled() and isinstance(ended.exception(), ShuttingDownError):
+            logger.warning("the stop ended the upload %s (%s); send it again", self.id, self.name)
 
     def run(self, check: Check) -> IngestReport:
         """Ingest the parts; raises the first one's error if all fail, and at once what ends the upload as such."""

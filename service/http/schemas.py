@@ -202,10 +202,10 @@ class StrictModel(BaseModel):
         return kept
 
 
-class DocumentBody(BaseModel):
-    """A document; keys other than these are ignored, as chat templates do."""
+class DocumentBody(StrictModel):
+    """A document of a chat; other keys, which chat templates ignore, change nothing."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    ignores_unknown = True
     id: Annotated[Text | None, BeforeValidator(_number_as_text)] = None
     title: Text | None = None
     text: Text
@@ -214,6 +214,7 @@ class DocumentBody(BaseModel):
 class IngestedBody(DocumentBody):
     """A document of an upload, with metadata by which searches filter."""
 
+    ignores_unknown = False
     metadata: Annotated[dict[str, Any], AfterValidator(read_metadata)] | None = None
 
 

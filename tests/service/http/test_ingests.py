@@ -101,6 +101,16 @@ def test_jobs_are_cancelled(engine: Engine, held: threading.Event) -> None:
     assert engine.retriever.ids() == before
 
 
+@pytest.mark.usefixtures("held")
+def test_a_stop_names_the_jobs_that_it_ends(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """A warning says which uploads have not been done, since no list has them after the service's start."""
+    with serving(engine) as (server, address), httpx.Client(base_url=address) as client:
+        jobs = [post(client, name).json() for name in ("a.txt", "b.txt")]
+        server.give_up()
+    for job in jobs:
+        assert f"the stop ended the upload {job['id']} ({job['name']}); send it again" in caplog.messages
+
+
 def test_jobs_are_bounded(engine: Engine, held: threading.Event) -> None:
     """Too many jobs, or too long ones, are a 429 that says what to do; of ended ones the last are remembered."""
     with (

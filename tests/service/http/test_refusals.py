@@ -137,6 +137,7 @@ OTHER_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (EMBEDDINGS, {"input": "x", "encoding_format": "hex"}, "encoding_format: must be 'float' or 'base64'"),
     (UPLOADS, {"documents": 5}, "documents: must be a valid list"),
     (UPLOADS, {"documents": [{"id": "a", "text": "x"}, {"id": "a", "text": "y"}]}, "different texts"),
+    (UPLOADS, {"documents": [{"id": "m", "text": "x", "meta": {}}]}, "documents.0.meta: is no field of this request"),
     (UPLOADS, {"documents": [{"id": "t", "title": "t" * 1001, "text": "x"}]}, "1000"),
 ]
 
