@@ -180,6 +180,11 @@ class Catalog:
                     last = (used_ns, digest)
                     yield digest, entry_bytes
 
+    def passage_bytes(self, namespace: str) -> int:
+        """Bytes of what `passages` lists."""
+        query = f"SELECT coalesce(sum(bytes), 0) FROM entries WHERE {_OF_PASSAGES} AND namespace = ?"
+        return int(self.database.rows(query, namespace)[0][0])
+
     def passages(self, namespace: str) -> list[tuple[str, int]]:
         """Digest and bytes of the entries of a namespace that begins with `PASSAGES`, the least recently used first."""
         self.save_uses()

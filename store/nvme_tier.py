@@ -307,9 +307,10 @@ class NvmeTier:
         excess_bytes = self.size()[1] + file_bytes - self.budget_bytes
         try:
             for namespace, new_bytes in of_passages.items():
-                held = self.catalog.passages(namespace) if new_bytes else []
-                beyond_bytes = new_bytes + sum(entry_bytes for _, entry_bytes in held) - self.budget_bytes // PASSAGES_PART
-                for digest, entry_bytes in held:
+                beyond_bytes = (
+                    new_bytes and new_bytes + self.catalog.passage_bytes(namespace) - self.budget_bytes // PASSAGES_PART
+                )
+                for digest, entry_bytes in self.catalog.passages(namespace) if beyond_bytes > 0 else ():
                     if beyond_bytes > 0 and self._pins.begin_evict(digest):
                         victims.append(digest)
                         beyond_bytes, excess_bytes = beyond_bytes - entry_bytes, excess_bytes - entry_bytes
