@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .deviation import TopDeviation
-from .position import ExplicitPositions, FirstTokens, RandomTokens
-from .question_attention import QuestionAttention
-from .selector import Schedule, SelectionStep, Selector
-
-__all__ = [
-    "DEFAULT_SELECTOR",
-    "SELECTORS",
-    "ExplicitPositions",
-    "QuestionAttention",
-    "Schedule",
-    "SelectionStep",
-    "Selector",
-    "TopDeviation",
-]
+from .deviation import TopDeviation as TopDeviation
+from .position import ExplicitPositions as ExplicitPositions
+from .position import FirstTokens, RandomTokens
+from .question_attention import QuestionAttention as QuestionAttention
+from .selector import Schedule as Schedule
+from .selector import SelectionStep as SelectionStep
+from .selector import Selector as Selector
 
 # A selector's name in configurations, and the function that makes it from a recompute ratio. Add a line for your own, or pass
 # an object as `FusionConfig.selector`.
