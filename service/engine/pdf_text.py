@@ -30,7 +30,8 @@ TABLE_ROWS, TABLE_COLUMNS = 3, 3  # of a table: two columns may be prose, and PD
 _FORMS = re.compile("[\ufb00-\ufb06\ufb50-\ufdff\ufe70-\ufefc]+")  # ligatures, letters in the shape of their place
 _CUT_WORD = re.compile(r"(?:[\x02\ufffe]\s*|(?<=[a-zà-ÿ])-\n(?=[a-zà-ÿ]))")  # PDFium has its own marks of a word's hyphen
 _ACCENTS = {"\xa8": "\u0308", "\xb4": "\u0301", "\u02c6": "\u0302", "\u02dc": "\u0303", "\u02c7": "\u030c"}
-_ACCENTED = re.compile(f"([{''.join(_ACCENTS)}])([A-Za-z\u0131])")  # TeX draws one, then the other
+# TeX draws an accent, then its letter, at times with a space around it.
+_ACCENTED = re.compile("(?: (?=. ))?([{}]) ?([AEIOUYaeiouyNn\u0131])".format("".join(_ACCENTS)))
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\uffff]")
 
 
@@ -73,14 +74,9 @@ def is_no_language(text: str) -> bool:
 def clean(text: str) -> str:
     """A text with words that line ends cut, with letters in place of their shapes, and without control characters."""
     text = _CUT_WORD.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
-    text = _CONTROLS.sub("", _ACCENTED.sub(_letter, _FORMS.sub(lambda found: unicodedata.normalize("NFKC", found[0]), text)))
+    text = _ACCENTED.sub(lambda found: unicodedata.normalize("NFC", found[2].replace("\u0131", "i") + _ACCENTS[found[1]]), text)
+    text = _CONTROLS.sub("", _FORMS.sub(lambda found: unicodedata.normalize("NFKC", found[0]), text))
     return "\n".join(map(str.rstrip, text.split("\n")))
-
-
-def _letter(found: re.Match[str]) -> str:
-    """A letter with the accent that stands before it, or both where there is none such."""
-    letter = unicodedata.normalize("NFC", found[2].replace("\u0131", "i") + _ACCENTS[found[1]])
-    return letter if len(letter) == 1 else found[0]
 
 
 def _page_text(page: Any, form: Any) -> str:
