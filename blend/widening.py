@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .attention import upload
 from .fidelity import first_token_kl_nats
 from .fusion import Fusion
 from .selectors.question_attention import QuestionAttention
@@ -64,7 +65,9 @@ def widening_steps(
     fusion = Fusion(runner, prompt, QuestionAttention(ratio), source, keeps_reuse=True)
     result = yield from fusion.steps()
     if fusion.reuse_logits is not None:  # else nothing is reused, or one layer is all there is
-        moved_nats = first_token_kl_nats(result.logits, fusion.reuse_logits)
+        moved = torch.tensor([first_token_kl_nats(result.logits, fusion.reuse_logits), 1.0])
+        moved_nats, ranks = runner.reduce(upload(moved, runner.geometry.device)).tolist()
+        moved_nats /= ranks  # the same on all, so that all widen or none does
         if moved_nats > max_loss_nats:
             first, finished = result, FinishedLayers(fusion.layers)
             attention_LN, bridge_N = fusion.linked_scores()

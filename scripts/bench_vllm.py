@@ -80,14 +80,16 @@ def _params(spans: list[list[int]] | None, tokens: int, ratio: float | None = No
     return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, extra_args=extra)
 
 
-def ttft_s(llm: Any, ids: list[int], spans: list[list[int]] | None = None, ratio: float | None = None) -> float:
-    """Seconds to the first token; blended where spans are given."""
+def ttft_s(
+    llm: Any, ids: list[int], spans: list[list[int]] | None = None, ratio: float | None = None
+) -> tuple[float, dict[str, Any]]:
+    """Seconds to the first token, blended where spans are given; and the connector's report."""
     started = time.perf_counter()
     (output,) = llm.generate([{"prompt_token_ids": ids}], _params(spans, 1, ratio), use_tqdm=False)
     took_s = time.perf_counter() - started
-    if spans is not None:
-        assert output.kv_transfer_params["cacheblend"]["blended"], output.kv_transfer_params
-    return took_s
+    report = output.kv_transfer_params["cacheblend"] if spans else {}
+    assert report.get("blended", True), report
+    return took_s, report
 
 
 def longest_pause_s(llm: Any, head: list[int], ids: list[int], spans: list[list[int]] | None) -> float:
@@ -117,11 +119,12 @@ def measure(llm: Any, prompts: Prompts, order: list[int], options: argparse.Name
     """Seconds of each way, by name."""
     ids, spans = prompts.ordered(order)
     llm.reset_prefix_cache()
-    took = {"exact_s": ttft_s(llm, ids)}
-    took["prefix_cache_s"] = ttft_s(llm, ids)
+    took = {name: ttft_s(llm, ids)[0] for name in ("exact_s", "prefix_cache_s")}
     for ratio in [] if options.plain else [None, *options.ratio]:
         llm.reset_prefix_cache()
-        took["blend_s" if ratio is None else f"blend_{ratio}_s"] = ttft_s(llm, ids, spans, ratio)
+        seconds, report = ttft_s(llm, ids, spans, ratio)
+        name = "widened" if report.get("widened") else "blend" if ratio is None else f"blend_{ratio}"
+        took[f"{name}_s"] = seconds
     for name, marks in (("pause_exact_s", None), ("pause_blend_s", spans)) if pauses else ():
         if name == "pause_exact_s" or not options.plain:
             llm.reset_prefix_cache()

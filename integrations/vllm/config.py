@@ -28,7 +28,8 @@ from cacheblend.store import StoreConfig
 VARIABLES = ("remote", "remote_secret", "remote_secret_file")
 OF_ENGINE = (
     *("store_dir", "recompute_ratio", "ram_budget_bytes", "nvme_budget_bytes", "instruction", "context_filler"),
-    *("chunk_tokens", "find_passages", "index_budget_bytes", *VARIABLES, "remote_timeout_s", "remote_queue_bytes"),
+    *("preset", "max_loss_nats", "chunk_tokens", "find_passages", "index_budget_bytes"),
+    *(*VARIABLES, "remote_timeout_s", "remote_queue_bytes"),
 )
 OPTIONS = (*OF_ENGINE, "codec")
 # What prompts begin with (a system message) has so large a part of the RAM budget, one over this.

@@ -31,7 +31,7 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.base.memory import return_freed_memory
 from cacheblend.blend import FusionConfig, Fusor, KVGeometry, Segment
-from cacheblend.service.engine.profiles import find_controller
+from cacheblend.service.engine.profiles import calibrated, find_controller
 from cacheblend.service.engine.prompt import PromptChunk
 from cacheblend.service.engine.request import namespace_of
 from cacheblend.store import KVStore
@@ -206,10 +206,11 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
             runner.cpu_attention = CpuAttention.of(worker, runner.attentions)
             with set_forward_context(None, self._vllm_config):
                 check_against_engine(worker, fusor, runner)
-            controller = find_controller(self._config.engine, fusor)
+            engine = calibrated(self._config.engine, fusor, naming.prefix_ids)
+            controller = find_controller(engine, fusor)
             prefix_tokens = self._config.prefix_tokens(runner.geometry, runner.ranks)
             return_freed_memory()  # of the checks and trials, which need more than vLLM's own steps
-            self._worker = BlendWorker(fusor, naming, store, runner, self._block_size, prefix_tokens, controller)
+            self._worker = BlendWorker(fusor, naming, store, runner, self._block_size, prefix_tokens, engine, controller)
         except BaseException:
             store.close()
             raise

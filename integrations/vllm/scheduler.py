@@ -113,12 +113,11 @@ class Marks(BaseModel, frozen=True, extra="forbid"):
 
 @dataclass(frozen=True, slots=True)
 class BlendJob:
-    """A prompt that a worker is to blend, at a recompute ratio, under vLLM's id."""
+    """A prompt that a worker is to blend, under vLLM's id."""
 
     request_id: str
     prompt: PromptTokens  # all but its last token's KV is handed over; vLLM runs that one itself
-    ratio: float
-    is_least: bool  # whether the loading controller may take more; not where the request names its ratio
+    ratio: float | None = None  # that the request asks for; None leaves it to the worker
     block_ids: tuple[int, ...] = ()  # the prompt's pages
     start: int = 0  # first position whose KV is handed over; what stands before it is in vLLM's prefix cache
 
@@ -200,7 +199,7 @@ class BlendScheduler:
             exact, salt = request.block_hashes[first], marks.salt(ratio, self._naming.digest)
             request.block_hashes[first:] = [type(exact)(hashlib.sha256(salt + exact).digest())]
             request.update_block_hashes()
-        self._marked[request.request_id] = _Marked(BlendJob(request.request_id, prompt, ratio, is_least=marks.ratio is None))
+        self._marked[request.request_id] = _Marked(BlendJob(request.request_id, prompt, marks.ratio))
         return ""
 
     def matched(self, request: Any, computed: int) -> int:
@@ -212,7 +211,8 @@ class BlendScheduler:
         # What vLLM's prefix cache leaves to compute; a prefix that is not too long is in the workers' memory then, too.
         held = min(computed, len(prompt.prefix)) if len(prompt.prefix) <= self._prefix_tokens else 0
         reused = sum(len(chunk.token_ids) for chunk in prompt.chunks if chunk.key is not None)
-        if _rows(prompt, marked.job.ratio, reused) - held > self.largest_share * (len(prompt) - computed):
+        ratio = self._ratio if marked.job.ratio is None else marked.job.ratio
+        if _rows(prompt, ratio, reused) - held > self.largest_share * (len(prompt) - computed):
             if not marked.report:
                 marked.report = {"blended": True, "reason": "prefix_cache", "cached_tokens": computed}
             return 0

@@ -19,10 +19,11 @@ import torch
 from cacheblend.base.errors import CacheBlendError, DamagedEntryError, StoreError
 from cacheblend.base.memory import return_freed_memory
 from cacheblend.base.threads import in_daemon_thread
-from cacheblend.blend import FusionConfig, FusionResult, Fusor, LayerKV, LayerReport, LayerSource, ResidentLayers, Segment
+from cacheblend.blend import FusionResult, Fusor, LayerKV, LayerReport, LayerSource, ResidentLayers, Segment
 from cacheblend.loader import LayerLoader, LoadingController
 from cacheblend.service.engine.blend_plan import BlendPolicy, BlendSegment, Found, plan_blend
 from cacheblend.service.engine.chunk_context import ChunkNaming
+from cacheblend.service.engine.config import EngineConfig
 from cacheblend.service.engine.prompt import PromptChunk, PromptTokens
 from cacheblend.store import ChunkKey, ChunkKV, KVHandle, KVStore, Placement, PrefixRun
 
@@ -76,7 +77,8 @@ class BlendWorker:
     Args:
         ranks: this process among those that hold the model, which writes the pages of `block_size` tokens.
         prefix_tokens: how many tokens' KV is held of what prompts begin with.
-        controller: picks the ratio of requests that name none; None for their least one. Ranks ask none: they have read all KV
+        engine: has r* and the widening of requests that name no ratio.
+        controller: picks their ratio; None for r*. Ranks ask none: they have read all KV
             before the first layer, so there is no loading to hide behind.
     """
 
@@ -88,10 +90,12 @@ class BlendWorker:
         ranks: VllmRunner,
         block_size: int,
         prefix_tokens: int,
+        engine: EngineConfig,
         controller: LoadingController | None = None,
     ) -> None:
         self._fusor, self._naming, self._store, self._ranks, self._block_size = fusor, naming, store, ranks, block_size
-        self._prefix_tokens, self._controller = prefix_tokens, controller if ranks.ranks == 1 else None
+        self._prefix_tokens, self._engine = prefix_tokens, engine
+        self._controller = controller if ranks.ranks == 1 else None
         # Prompts whose chunks' KV may come from the remote tier first, and what fetches it: the first rank, for all.
         self._fetches: deque[tuple[BlendJob, Future[int] | None]] = deque()
         self._blends: deque[tuple[BlendJob, Generator[int, None, Report]]] = deque()
@@ -192,8 +196,8 @@ class BlendWorker:
             stored, source = self._find(prompt, held)
             prefix = yield from self._prefix_segment(prompt.prefix)
             # 2. Plan: more is recomputed where that hides beside loading; what full recompute gives as soon is left to vLLM.
-            ratio = None if job.is_least else job.ratio
-            policy = BlendPolicy(ratio=ratio, quality_ratio=job.ratio, layers=geometry.layers, controller=self._controller)
+            r_star = self._engine.loader.quality_ratio
+            policy = BlendPolicy(ratio=job.ratio, quality_ratio=r_star, layers=geometry.layers, controller=self._controller)
             stored = [chunk.part(kv) for chunk, kv in zip(prompt.chunks, stored, strict=True)]
             plan = plan_blend(prompt, Found(prefix, stored), policy)
             if plan.full_recompute:
@@ -203,14 +207,16 @@ class BlendWorker:
                 return {"blended": False, "reason": "slow_loading"}  # the stored KV would come no sooner than it is computed
             # 3. Blend it, each finished layer straight into the pages.
             segments = [Segment(segment.token_ids, segment.kv, segment.exact) for segment in plan.segments]
-            config = FusionConfig(recompute_ratio=plan.ratio)
+            nats = self._engine.fusion.max_loss_nats if job.ratio is None else None
+            config = replace(self._engine.fusion, recompute_ratio=plan.ratio, max_loss_nats=nats)
             sink = PageSink(self._ranks, self._block_size, job.block_ids, job.start, len(prompt))
             steps = held.enter_context(closing(self._fusor.fuse_steps(segments, config, source, sink)))
             for layer in steps:
                 yield _rows(layer, len(prompt))
             blended = steps.result
         # 4. Let the controller learn; what was missing is computed after its own context later, and stored.
-        if plan.predicted is not None and self._controller is not None and isinstance(source, LayerLoader):
+        is_predicted = plan.predicted is not None and not blended.is_widened
+        if is_predicted and self._controller is not None and isinstance(source, LayerLoader):
             computed_s = sum(report.compute_s for report in (*blended.selection, *blended.layers))
             on_cpu = geometry.device.type == "cpu"  # a GPU computes while the host waits
             self._controller.record(plan.predicted, load_s=source.load_s, compute_s=computed_s if on_cpu else None)
@@ -344,6 +350,7 @@ def _report(prompt: PromptTokens, stored: Sequence[KVHandle | None], blended: Fu
         "missed_tokens": sum(len(chunk.token_ids) for chunk in prompt.chunks if chunk.key is not None) - sum(hits),
         "recomputed_tokens": round(sum(map(len, later)) / len(later)),
         "recompute_ratio": round(blended.recomputed_ratio, 4),
+        "widened": blended.is_widened,
     }
 
 

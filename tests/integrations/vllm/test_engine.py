@@ -55,7 +55,7 @@ def prompt(*order: int, head: Sequence[int] = HEAD) -> tuple[list[int], list[lis
     return [*tokens, *QUESTION], spans
 
 
-def own_logits(fusor: Fusor, served: Served, order: tuple[int, ...], ratio: float) -> torch.Tensor:
+def own_logits(fusor: Fusor, served: Served, order: tuple[int, ...], config: FusionConfig) -> torch.Tensor:
     """Log probabilities that the project's own fusor gives, over the very entries that vLLM's worker has stored."""
     keys = served.scheduler.connector._scheduler._naming
     assert keys.model == fusor.fingerprint
@@ -63,7 +63,7 @@ def own_logits(fusor: Fusor, served: Served, order: tuple[int, ...], ratio: floa
         kvs = [store.get(keys.key(CHUNKS[index], ())) for index in order]
     assert None not in kvs
     chunks = [Segment(CHUNKS[index], kv) for index, kv in zip(order, kvs, strict=True)]
-    fused = fusor.fuse([Segment(HEAD), *chunks, Segment(QUESTION)], FusionConfig(recompute_ratio=ratio))
+    fused = fusor.fuse([Segment(HEAD), *chunks, Segment(QUESTION)], config)
     return torch.log_softmax(fused.logits, dim=-1)
 
 
@@ -85,7 +85,7 @@ def test_blends_are_the_projects_own(name: str, make_model: MakeModel, open_serv
             assert whole.outputs[0].token_ids == exact.outputs[0].token_ids
             assert apart(whole, exact) < 1e-3
             blended = served.ask(tokens, spans)
-            own = own_logits(fusor, served, order, 0.15)
+            own = own_logits(fusor, served, order, FusionConfig(recompute_ratio=0.15))
             assert float((first_logprobs(blended) - own).abs().max()) < 1e-3
             if name != "mistral-window":  # whose windows of 12 do not reach from the question to a chunk's beginning
                 assert apart(blended, exact) > 1e-3
@@ -273,10 +273,12 @@ def test_other_requests_decode_between_the_layers(served: Served) -> None:
 
 
 def test_two_ranks_blend_as_one(make_model: MakeModel, open_served: OpenServed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With half of the heads in each of two processes, answers are those of the project's fusor with all of them."""
+    """With half of the heads in each of two processes, answers are those of the project's fusor with all of them; a request that
+    names no ratio is widened by both."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     folder = make_model("llama")
-    with open_served(folder, tensor_parallel_size=2) as served:
+    widened = FusionConfig(recompute_ratio=0.05, max_loss_nats=1e-9)
+    with open_served(folder, connector={"recompute_ratio": 0.05, "max_loss_nats": 1e-9}, tensor_parallel_size=2) as served:
         for chunk in CHUNKS:
             assert served.llm.collective_rpc("cacheblend_precompute", args=([chunk], [0], None)) == [[1, 0], [1, 0]]
         stored = served.scheduler.connector._scheduler._stored
@@ -290,10 +292,13 @@ def test_two_ranks_blend_as_one(make_model: MakeModel, open_served: OpenServed, 
         whole = served.ask(tokens, spans, ratio=1.0)
         assert whole.kv_transfer_params["cacheblend"]["hits"] == 3
         assert apart(whole, exact) < 1e-3
-        blended = served.ask(tokens, spans)
-        assert blended.kv_transfer_params["cacheblend"]["hits"] == 3
-        own = own_logits(Fusor.from_pretrained(str(folder)), served, (2, 0, 1), 0.15)
-        assert float((first_logprobs(blended) - own).abs().max()) < 1e-3
+        fusor = Fusor.from_pretrained(str(folder))
+        for ratio, config in ((0.15, FusionConfig(recompute_ratio=0.15)), (None, widened)):
+            blended = served.ask(tokens, spans, ratio=ratio)
+            report = blended.kv_transfer_params["cacheblend"]
+            assert (report["hits"], report["widened"]) == (3, ratio is None)
+            own = own_logits(fusor, served, (2, 0, 1), config)
+            assert float((first_logprobs(blended) - own).abs().max()) < 1e-3
 
 
 def test_a_mixed_load_leaves_nothing(make_model: MakeModel, open_served: OpenServed) -> None:

@@ -90,7 +90,7 @@ def test_a_prompt_is_handed_over_but_for_its_last_token() -> None:
     assert scheduler.matched(request, 4) == 75
     scheduler.allocated(request, list(range(20)), 75)
     (job,), missed = scheduler.take_jobs()
-    assert (job.start, job.ratio, job.is_least, missed) == (4, 0.1, True, [])
+    assert (job.start, job.ratio, missed) == (4, None, [])
     assert job.prompt.token_ids == tuple(TOKENS)
     assert [chunk.token_ids for chunk in job.prompt.chunks] == [tuple(TOKENS[start:stop]) for start, stop in CHUNKS]
     assert scheduler.take_jobs() == ([], [])

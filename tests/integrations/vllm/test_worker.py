@@ -16,10 +16,11 @@ import torch
 from tiny_models import VOCAB, tiny_model
 
 from cacheblend.base.errors import InputError, StoreFullError
-from cacheblend.blend import ChunkContext, Fusor
+from cacheblend.blend import ChunkContext, FusionConfig, Fusor
 from cacheblend.integrations.vllm.scheduler import BlendJob, Marks, StoredText
 from cacheblend.integrations.vllm.worker import BlendWorker
 from cacheblend.service.engine.chunk_context import ChunkNaming
+from cacheblend.service.engine.config import EngineConfig
 from cacheblend.service.engine.prompt import PromptChunk
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, LayerPair, StoreConfig
 
@@ -58,16 +59,19 @@ class Ranks:
 class Machine:
     """A worker with a store of its own, on a remote tier."""
 
-    def __init__(self, folder: Path, remote: str | None = None, ranks: int = 1, prefix_tokens: int = 0) -> None:
+    def __init__(
+        self, folder: Path, remote: str | None = None, ranks: int = 1, prefix_tokens: int = 0, nats: float | None = None
+    ) -> None:
         fusor = Fusor(tiny_model("llama"))
         self.keys = ChunkNaming((1,), ChunkContext(), fusor.fingerprint, "raw")
         self.store = KVStore(StoreConfig(directory=folder, remote=remote, remote_timeout_s=5))
         self.ranks = Ranks(ranks)
         self.pages = self.ranks.pages
-        self.worker = BlendWorker(fusor, self.keys, self.store, self.ranks, 128, prefix_tokens)
+        engine = EngineConfig(model="any", store_dir=folder, fusion=FusionConfig(max_loss_nats=nats))
+        self.worker = BlendWorker(fusor, self.keys, self.store, self.ranks, 128, prefix_tokens, engine)
         self.steps, self.stored = 0, list[StoredText]()  # of which the prompt's chunks are parts
 
-    def blend(self, prefix: Sequence[int] = (), rows: int = 100, ratio: float = 0.15) -> dict[str, Any]:
+    def blend(self, prefix: Sequence[int] = (), rows: int = 100, ratio: float | None = 0.15) -> dict[str, Any]:
         """The report of the prompt's blend, after a prefix, with so many rows a step; `steps` counts those."""
         self.worker.step([self.job(prefix, ratio)], [], rows, is_idle=False)
         self.steps, deadline = 1, time.monotonic() + 60
@@ -78,10 +82,10 @@ class Machine:
         assert not self.worker.blending
         return done["one"]
 
-    def job(self, prefix: Sequence[int] = (), ratio: float = 0.15) -> BlendJob:
+    def job(self, prefix: Sequence[int] = (), ratio: float | None = 0.15) -> BlendJob:
         """The prompt's, after a prefix."""
         marks = Marks(chunks=[(start + len(prefix), stop + len(prefix)) for start, stop in SPANS], stored=self.stored)
-        return BlendJob("one", marks.prompt(self.keys, (*prefix, *PROMPT), None), ratio, is_least=False, block_ids=(0, 1))
+        return BlendJob("one", marks.prompt(self.keys, (*prefix, *PROMPT), None), ratio, block_ids=(0, 1))
 
     def precompute(self) -> tuple[int, int]:
         """Sums of what the worker says of the chunks, each a document of its own."""
@@ -159,6 +163,13 @@ def test_a_cancelled_request_waits_for_nothing(open_machine: OpenMachine, remote
     machine.worker.cancel({"one"})
     assert machine.worker.take_done() == {"one": None}
     assert not machine.worker.blending
+
+
+def test_a_request_that_names_no_ratio_is_widened(open_machine: OpenMachine) -> None:
+    """Its first token moves further than the engine allows; a request that names a ratio has that one."""
+    machine = open_machine("a", nats=1e-9)
+    machine.precompute()
+    assert [machine.blend(ratio=ratio)["widened"] for ratio in (None, 0.15)] == [True, False]
 
 
 def prefix(seed: int, tokens: int = 70) -> tuple[int, ...]:
