@@ -52,6 +52,7 @@ class Fusor:
 
     Attributes:
         exact_reason: why a hybrid is not blended, in a sentence; None for a model that is.
+        layer_parameters: of all layers that keep KV; about the multiply-adds of a row.
 
     Raises:
         UnsupportedModelError: the model's architecture cannot be blended; the message says what is missing.
@@ -102,6 +103,7 @@ class Fusor:
         self._runner, self.fingerprint, self.max_positions = runner, fingerprint, runner.max_positions
         self.rope_border: int | None = getattr(runner, "rope_border", None)
         geometry = runner.geometry
+        self.layer_parameters = runner.layer_parameters * geometry.layers
         if exact_reason is None:
             for size in {geometry.heads(layer)[1] for layer in range(geometry.layers)}:
                 row_kernel(geometry.dtype, geometry.device, size)  # compiled now, not at the first blend

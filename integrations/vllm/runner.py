@@ -176,6 +176,7 @@ class VllmRunner:
         self.windows: list[int | None] = [_window(own, self._hf_config) for own in self.attentions[: self.geometry.layers]]
         self.vocab_size = int(self._hf_config.vocab_size)
         self.max_positions: int | None = getattr(self._hf_config, "max_position_embeddings", None)
+        self.layer_parameters = self.ranks * sum(parameter.numel() for parameter in layers[-1].parameters())
         self.cpu_attention: CpuAttention | None = None
         self._hidden_size = int(self._hf_config.hidden_size)
         with torch.inference_mode():

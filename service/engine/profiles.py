@@ -76,10 +76,9 @@ def calibrated(config: EngineConfig, fusor: Fusor, prefix_ids: Sequence[int]) ->
 
 def _widening(config: EngineConfig, fusor: Fusor) -> EngineConfig:
     """The config with what its preset says of widening, where it names no ratio; a small model's blends are not widened."""
-    nats, decoder = config.fusion.max_loss_nats, fusor.decoder
+    nats = config.fusion.max_loss_nats
     if nats is None and config.fusion.recompute_ratio is None:
-        is_large = decoder.layer_parameters * decoder.geometry.layers >= WIDENED_PARAMETERS
-        nats = PRESETS[config.preset][1] if is_large else None
+        nats = PRESETS[config.preset][1] if fusor.layer_parameters >= WIDENED_PARAMETERS else None
     if nats is None:
         return config
     loader = config.loader
