@@ -273,8 +273,7 @@ def test_other_requests_decode_between_the_layers(served: Served) -> None:
 
 
 def test_two_ranks_blend_as_one(make_model: MakeModel, open_served: OpenServed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With half of the heads in each of two processes, answers are those of the project's fusor with all of them; a request that
-    names no ratio is widened by both."""
+    """With half of the heads in each of two processes, answers are those of the project's fusor; both widen, or none does."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     folder = make_model("llama")
     widened = FusionConfig(recompute_ratio=0.05, max_loss_nats=1e-9)
