@@ -215,11 +215,11 @@ class BlendWorker:
                 yield _rows(layer, len(prompt))
             blended = steps.result
         # 4. Let the controller learn; what was missing is computed after its own context later, and stored.
-        is_predicted = plan.predicted is not None and not blended.is_widened
-        if is_predicted and self._controller is not None and isinstance(source, LayerLoader):
+        predicted = None if blended.is_widened else plan.predicted
+        if predicted is not None and self._controller is not None and isinstance(source, LayerLoader):
             computed_s = sum(report.compute_s for report in (*blended.selection, *blended.layers))
             on_cpu = geometry.device.type == "cpu"  # a GPU computes while the host waits
-            self._controller.record(plan.predicted, load_s=source.load_s, compute_s=computed_s if on_cpu else None)
+            self._controller.record(predicted, load_s=source.load_s, compute_s=computed_s if on_cpu else None)
         self._miss(plan.misses)
         return _report(prompt, stored, blended)
 
