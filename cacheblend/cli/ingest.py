@@ -189,9 +189,11 @@ def _ingest(stream: DocumentStream, config: EngineConfig, folders: Sequence[str]
         if not folders:
             raise
         size = StreamSize()  # a folder that is filled later
-    config, fusor = _load(config, lambda tokenizer: size.tokens(tokenizer) if size else None, yes=yes)
-    from cacheblend.service.engine.engine import Engine
+    with terminal.shown_stages():
+        from cacheblend.service.engine.engine import Engine, check_index
 
+        check_index(config)
+    config, fusor = _load(config, lambda tokenizer: size.tokens(tokenizer) if size else None, yes=yes)
     with Engine(config, fusor=fusor) as engine:
         remember_settings(config)
         with IngestProgress(size) as progress:

@@ -15,12 +15,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from cacheblend.base.errors import InputError
+from cacheblend.base.errors import InputError, RetrieverError
 from cacheblend.base.threads import Check, Progress, in_groups
 from cacheblend.blend import Fusor
+from cacheblend.blend.loading import load_tokenizer
 from cacheblend.loader import LoadingController
 from cacheblend.retriever import Chunk, Document, Embedder, Retriever, ScoredChunk, checked_between_batches, in_reading_order
 from cacheblend.retriever.document import CatalogedDocument
+from cacheblend.retriever.index import INDEX_FILE, IndexedDocuments
+from cacheblend.retriever.splitter import Splitter
 from cacheblend.store import KVStore
 
 from .background_precompute import BackgroundPrecompute, Foreground
@@ -37,6 +40,18 @@ from .request import Answer, Done, Request, RequestOptions, namespace_of
 
 logger = logging.getLogger(__name__)
 REINDEXED_CHUNKS = 256  # of a batch
+
+
+def check_index(config: EngineConfig) -> None:
+    """Refuse a model by its tokenizer, before its weights are loaded; a RetrieverError names the one that the index is of."""
+    folder, name = Path(config.store_dir), model_name(config)
+    found = remembered_settings(folder).get("model", name)
+    if found == name or not (folder / INDEX_FOLDER / INDEX_FILE).is_file() or not (tokenizer := load_tokenizer(config.model)):
+        return
+    with IndexedDocuments.open(folder / INDEX_FOLDER) as index:
+        if index.count() and index.setting("tokenizer") != Splitter(tokenizer, config.retriever).fingerprint:
+            remedy = f"name that one, or have `cacheblend reindex --model {name}` compute their KV for this one"
+            raise RetrieverError(f"the documents in {folder} were ingested for {found}, not for {name}; {remedy}")
 
 
 class Engine:
@@ -66,6 +81,8 @@ class Engine:
         foreground: Foreground | None = None,
     ) -> None:
         self._closed = True  # until there is something to close
+        if fusor is None and rewriting is None:
+            check_index(config)
         self.fusor = fusor or load_fusor(config)
         tokenizer = self.fusor.tokenizer
         if tokenizer is None:
