@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from .compiled_file import has_feature
 from .families import drops_softcap, exact_reason, fingerprint_directory, fingerprint_module, weight_files
 from .gguf_file import convert_gguf, has_tokenizer_files, is_gguf
 from .interfaces import KVGeometry
-from .models import KNOWN_MODELS, NEAR, find_model
+from .models import KNOWN_MODELS, find_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,8 +67,8 @@ def locate_model(path_or_hub_id: str) -> str:
         files = sorted(Path(name).glob("*.gguf")) if Path(name).is_dir() else []
         remedy = f"name the GGUF file itself, such as {files[0]}" if files else "give a directory, a GGUF file or a hub id"
         raise InputError(f"no model at {name!r}: it is not a model directory, as it has no config.json; {remedy}")
-    if "/" not in name and get_close_matches(name, KNOWN_MODELS, 1, NEAR):
-        find_model(name)  # a slip: the hub would be asked for half a minute where it cannot be reached
+    if "/" not in name:
+        find_model(name)  # refuses it: the hub, whose ids have an owner, would be asked for half a minute without a network
     return name
 
 

@@ -86,14 +86,13 @@ class KnownModel:
 _ROWS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("known_models.json").read_text())
 KNOWN_MODELS = {row["name"]: KnownModel(**row | {"licence": Licence(**row["licence"])}) for row in _ROWS}
 DEFAULT_MODEL = "smollm2-135m"  # the known model of commands that get no --model
-NEAR = 0.8  # of 1: a name as similar as this to a known one is a slip
 
 
 def find_model(name: str) -> KnownModel:
     """A known model by its name; an InputError lists the known ones."""
     if name not in KNOWN_MODELS:
-        near = "".join(f"; did you mean {each}?" for each in get_close_matches(name, KNOWN_MODELS, 1, NEAR))
-        known = f"known are {', '.join(KNOWN_MODELS)} (see `cacheblend model ls`)"
+        near = "".join(f"; did you mean {each}?" for each in get_close_matches(name, KNOWN_MODELS, 1, 0.8))
+        known = f"known are {', '.join(KNOWN_MODELS)} (see `cacheblend model ls`); a hub id is OWNER/NAME"
         raise InputError(f"no model is known as {name!r}{near or ';'} {known}")
     return KNOWN_MODELS[name]
 

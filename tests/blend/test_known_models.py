@@ -187,11 +187,13 @@ def test_a_name_that_nobody_knows() -> None:
 
 
 def test_a_slip_in_a_name_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name like a known one is not looked up on the hub, which takes half a minute without a network."""
+    """A name without an owner is not looked up on the hub, which takes half a minute without a network."""
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("the hub was asked"))
     for find in (Fusor.from_pretrained, find_model):
         with pytest.raises(InputError, match=r"did you mean smollm2-135m\?"):
             find("smollm2-153m")
+        with pytest.raises(InputError, match=r"no model is known as 'nosuch'.*OWNER/NAME"):
+            find("nosuch")
 
 
 def test_a_folder_of_a_known_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
