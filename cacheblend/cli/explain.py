@@ -67,7 +67,9 @@ def _messages(file: Path) -> list[tuple[str, str]]:
             return [("user", body["prompt"])]
         contents = [(str(each["role"]), each.get("content") or "") for each in body["messages"]]
         return [(role, text if isinstance(text, str) else "".join(part["text"] for part in text)) for role, text in contents]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except OSError as error:
+        raise InputError(f"cannot read {file}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f'{file} is no request ({type(error).__name__}: {error}); give JSON with "messages", or with a "prompt"'
         ) from error

@@ -318,4 +318,4 @@ def _together(id_: str, parts: Sequence[DocumentStatus]) -> DocumentStatus:
 
 
 def _unknown(id_: str) -> InputError:
-    return InputError(f"there is no document {id_!r}; `cacheblend documents ls` lists them")
+    return InputError(f"there is no document {id_!r}; `GET /v1/documents` and `cacheblend documents ls` list them")

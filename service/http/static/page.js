@@ -246,7 +246,10 @@ $("question").addEventListener("keydown", (event) => {
 });
 // A browser says what is wrong with a field only where the field can be seen.
 $("options").addEventListener("invalid", () => ($("options").open = true), true);
-$("stop").addEventListener("click", () => asking?.abort());
+$("stop").addEventListener("click", () => {
+  asking?.abort();
+  $("gain_words").textContent = "The answer was stopped.";
+});
 $("compare").addEventListener("click", () => run(compare));
 $("copy").addEventListener("click", () => navigator.clipboard.writeText(turns.at(-1).answer));
 $("anew").addEventListener("click", () => {

@@ -131,7 +131,9 @@ def test_stop(page: Any, address: str, server: Server) -> None:
     ask(page, QUESTION, 1, 380)
     page.get_by_role("button", name="Ask").click()
     page.locator("#answer:not(:empty)").wait_for()
+    assert not page.locator(".after details").is_visible(), "it has nothing to show yet"
     page.get_by_role("button", name="Stop").click()
+    page.get_by_text("The answer was stopped.").wait_for()
     wait_until(lambda: server.scheduler.state.decoding == 0)
     wait_until(lambda: b'outcome="cancelled"} 1.0' in server.metrics.text())
     assert page.get_by_role("alert").count() == 0
