@@ -19,18 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend.blend import DEFAULT_RATIO
-from cacheblend.blend.models import DEFAULT_MODEL
 from cacheblend.eval.data import DATA_SETS
 from cacheblend.eval.run.folder import commit
 from cacheblend.store.codecs import CODECS
 
+MODELS = ["qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"]
 SCRIPTS = Path(__file__).parent
 SEARCH, PAGE = SCRIPTS / "measure_retrieval.py", SCRIPTS.parent / "docs" / "benchmarks.md"
-SETS = {"squad_shared": (6, 100), "musique_dev": (12, 40), "2wikimqa_dev": (12, 89)}  # passages of a prompt, cases
+SETS = {"squad_shared": (6, 100), "hotpotqa": (10, 50), "2wikimqa_dev": (10, 89), "musique_dev": (12, 40)}  # passages, cases
+DRAWN = ("hotpotqa", "squad_shared")
 RATIOS = (0.05, 0.1, DEFAULT_RATIO, 0.2, 0.3, 0.5)
 WAYS = ("dense", "hybrid", "hybrid, 2 rounds")
-TABLES = ("quality", "ttft", "ratio", "ingest", "retrieval")
-KL, NLL = "first_token_kl_nats", "gold_nll_over_full_nats"
+TABLES = ("quality", "ratio", "ttft", "ingest", "retrieval")
+WAYS_TO_BLEND = ("balanced", "blend", "blend_hkvd")
+COMPUTE, KL, NLL = "compute_share", "first_token_kl_nats", "gold_nll_over_full_nats"
 
 
 def run(*command: object) -> dict[str, Any]:
@@ -59,50 +61,53 @@ class Bench:
         """Measure methods on a data set's passages; the summary by method."""
         fixed = ("--data", self.data, "--chunking", "passage", "--prompt", "few-shot", "--num-chunks", SETS[name][0])
         with tempfile.TemporaryDirectory() as folder:
-            out = ("--cases", self.few(cases), "--max-tokens", 2, "--out", Path(folder) / "run", "--json")
+            out = ("--cases", self.few(cases), "--json", *(() if "--out" in options else ("--out", Path(folder) / "run")))
             words = ("eval", name, "--model", model, "--methods", f"full_recompute,{methods}", *fixed, *out, *options)
             return dict(run("-m", "cacheblend.cli.main", *words)["methods"])
 
     def quality(self) -> str:
-        """Given passages by the default and the paper's way, then the retriever's own chunks."""
+        """The preset, a fixed ratio and the paper's selection, given passages; then over the retriever's own chunks."""
         rows: list[Sequence[object]] = []
         answered = ("--answers", "--prompt", "few-shot", "--chunk-tokens", 512, "--way", WAYS[-1], "--cases", self.few(40))
         for model in self.models:
             for name in SETS:
-                found = self.eval(name, model, "blend,blend_hkvd", SETS[name][1], "--contexts", "default,bos")
-                ours, paper, size = found["blend"], found["blend_hkvd+bos"], "{cases}, {prompt_tokens:,.0f}"
-                nll = "{mean:+.2f} ({low:+.2f} to {high:+.2f})".format(**ours[f"{NLL}_difference"])
-                values = (f"{ours['compute_share']:.3f}", f"{ours[KL]:.3f}", nll, f"{ours['equal_greedy_tokens']:.2f}")
-                values = (size.format(**ours), *values, f"{paper[KL]:.3f}, {paper[NLL]:+.2f}")
-                rows.append((model, f"{name}, its passages", *values))
+                found = self.eval(name, model, ",".join(WAYS_TO_BLEND), SETS[name][1], "--ratios", DEFAULT_RATIO)
+                full, ways = found["full_recompute"], [found[way] for way in WAYS_TO_BLEND]
+                f1 = ", ".join(f"{one['f1']:.3f}" for one in (full, *ways))
+                nll = "{mean:+.2f} ({low:+.2f} to {high:+.2f})".format(**ways[0][f"{NLL}_difference"])
+                nll = ", ".join((nll, *(f"{one[NLL]:+.2f}" for one in ways[1:])))
+                others = ((COMPUTE, 3), (KL, 3), ("equal_greedy_tokens", 2))
+                compute, kl, equal = (", ".join(f"{one[what]:.{digits}f}" for one in ways) for what, digits in others)
+                rows.append((model, "{}: {cases}, {prompt_tokens:,.0f}".format(name, **full), f1, compute, kl, nll, equal))
                 found = run(SEARCH, self.data / DATA_SETS[name].file, "--model", model, "--json", *answered)
                 own, blend, cases = found[WAYS[-1]], found[WAYS[-1]]["blend"], found["questions"]
                 nll = "{:+.2f} ({:+.2f} to {:+.2f})".format(*own["nll_over_full"])
-                nll = f"{nll}; F1 {own['full_recompute']['f1']} to {blend['f1']}"
-                rows.append((model, f"{name}, **own search**, 512 tokens", cases, "", blend[KL], nll, "", ""))
-        return table("model|set, chunks|cases, tokens|compute|KL|NLL over full|equal tokens|paper's way: KL, NLL", rows)
+                f1 = f"{own['full_recompute']['f1']}, {blend['f1']}"
+                rows.append((model, f"{name}, **own search**: {cases}", f1, "", blend[KL], nll, ""))
+        return table("model|set: cases, tokens|F1: full, then the ways|compute|KL|NLL over full|equal tokens", rows)
 
     def ttft(self) -> str:
         """Full prefill against blends, by model and prompt length."""
-        ratios, rows = (DEFAULT_RATIO, 0.05, 0.0), list[Sequence[object]]()
+        ways, rows = ("0.0", "settled", "widened", str(DEFAULT_RATIO)), list[Sequence[object]]()
         for model in self.models:
-            for tokens in (512, 200):
-                sizes = ("--chunk-tokens", self.few(tokens, tokens // 8), "--repeats", self.few(5, 1))
-                found = run(SCRIPTS / "bench_fusor.py", "--model", model, *sizes, "--ratios", *ratios)
-                blends = (found["blend"][str(ratio)] for ratio in ratios)
+            for chunks in (2, 4, 8, 16):
+                sizes = ("--chunks", self.few(chunks, 1), "--repeats", self.few(3, 1), "--ratios", 0.0, DEFAULT_RATIO)
+                found = run(SCRIPTS / "bench_fusor.py", "--model", model, *sizes)
+                blends = (found["blend"][way] for way in ways)
                 times = (f"{blend['blend_s']:.3g} s, {blend['speedup']:.1f} x" for blend in blends)
                 rows.append((model, f"{found['tokens']:,}", f"{found['full_s']:.3g} s", *times))
-        return table("model|prompt tokens|full prefill|" + "|".join(f"ratio {ratio:g}" for ratio in ratios), rows)
+        return table("model|prompt tokens|full prefill|ratio 0|settled|widened|" + f"ratio {DEFAULT_RATIO:g}", rows)
 
     def ratio(self) -> str:
-        """The loss by recompute ratio, of the default selection and of each chunk's first tokens."""
-        rows: list[Sequence[object]] = []
-        for model in self.models:
-            found = self.eval("squad_shared", model, "blend,epic", 40, "--ratios", ",".join(map(str, RATIOS)))
-            for ratio in RATIOS:
-                blend, epic = found[f"blend@{ratio}"], f"{found[f'epic@{ratio}'][KL]:.3f}"
-                rows.append((model, ratio, f"{blend[KL]:.3f}", f"{blend[NLL]:+.2f}", f"{blend['ttft_s_median']:.2f} s", epic))
-        return table("model|ratio|KL|NLL over full|TTFT|first tokens (EPIC): KL", rows)
+        """The picture of loss and quality against compute."""
+        picture, methods = PAGE.parent / "figures" / "loss_compute.png", f"full_reuse,high,{','.join(WAYS_TO_BLEND)}"
+        with tempfile.TemporaryDirectory() as folder:
+            runs = [Path(folder) / name for name in DRAWN]
+            for name, out in zip(DRAWN, runs, strict=True):
+                self.eval(name, self.models[0], methods, 20, "--ratios", ",".join(map(str, RATIOS)), "--out", out)
+            report = [sys.executable, "-m", "cacheblend.cli.main", "eval", "report", *runs, "--figure", picture]
+            subprocess.run(list(map(str, report)), check=True, stdout=subprocess.DEVNULL)
+        return f"![KL of the first token and F1 against compute](figures/{picture.name})"
 
     def ingest(self) -> str:
         """Speed of the ingest and of the store, then bytes and loss by codec."""
@@ -135,11 +140,11 @@ def main() -> None:
     """Measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of the data sets' files")
-    parser.add_argument("--model", action="append", help=f"may be repeated (default: {DEFAULT_MODEL})")
+    parser.add_argument("--model", action="append", help=f"may be repeated (default: {', '.join(MODELS)})")
     parser.add_argument("--table", action="append", choices=TABLES, help="may be repeated; left out, all")
     parser.add_argument("--quick", action="store_true", help="a few cases of each, printed and not written")
     options = parser.parse_args()
-    bench = Bench(options.data, options.model or [DEFAULT_MODEL], options.quick)
+    bench = Bench(options.data, options.model or MODELS, options.quick)
     for name in options.table or TABLES:
         made = f"Commit {(commit() or 'unknown')[:9]}.\n\n{getattr(bench, name)()}"
         print(made)
