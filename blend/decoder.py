@@ -411,7 +411,8 @@ class Decoder:
         """
         if sequence.tokens != self.rope_border:
             return self.decode([token], [sequence])[0]
-        from .fusion import Fusion, FusionConfig, FusionSteps  # which imports this file
+        from .config import FusionConfig
+        from .fusion import Fusion, FusionSteps  # which imports this file
 
         assert len(sequence.token_ids) == sequence.tokens
         prompt = Prompt.of([Segment([*sequence.token_ids, token])])

@@ -10,7 +10,7 @@ import torch
 
 from cacheblend.base.errors import UnsupportedModelError
 
-from .fusion import FusionConfig
+from .config import FusionConfig
 from .generation import NextToken, SequenceKV
 from .prompt import Segment
 

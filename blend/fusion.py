@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
-from cacheblend.base.errors import ConfigError
-from cacheblend.base.options import option
-
 from .attention import Rows, row_kernel, upload
 from .decoder import Decoder
 from .interfaces import CosSin, LayerKV, LayerSink, LayerSource, ModelRunner
 from .layer_passes import LinkPass, Question, QuestionPass, question_rows
 from .prompt import FusionResult, LayerReport, Prompt
-from .selectors import DEFAULT_SELECTOR, SELECTORS, Schedule, SelectionStep, Selector
+from .selectors import SelectionStep, Selector
 
 if TYPE_CHECKING:
     from .attention import Turn
@@ -33,68 +29,6 @@ MAX_LINKING_ROWS = 1024  # whose queries stay in memory: these rows run in one p
 PROJECTED_AT_ONCE = 512
 # Positions at which the compiled rotation is compared with the model's.
 COMPARED_KEYS = 16
-DEFAULT_RATIO = 0.14  # r*; the paper's is 0.15, see `FusionConfig`
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FusionConfig:
-    """Share of the reusable KV that is recomputed, and the choice of its tokens.
-
-    The ratio is a share of the reusable tokens, in the mean over layers 1 and up (paper §4.3): 0 is full KV reuse, 1 is full
-    prefill. The paper's r* is 0.15 (§7, figure 16); at 0.14 all that a short prompt's blend computes, the question's pass
-    included, is a fifth of full prefill.
-
-    Args:
-        recompute_ratio: None for `DEFAULT_RATIO`, or in an engine for the loading controller's choice.
-        selector: one of `SELECTORS`, or any `Selector`; None for `DEFAULT_SELECTOR`, or in an engine for the calibrated one.
-            "question_attention": tokens of the question's highest attention; it won on pretrained models
-            (docs/benchmarks.md). "gradual": the paper's HKVD tokens (§4.3, figure 9); "single_shot": HKVD tokens chosen at
-            layer 1 for all layers; "first_tokens": EPIC's; "random": the control.
-        max_loss_nats: the first token's distribution may move by so much between full reuse and a blend at `recompute_ratio`;
-            where it moves further, the blend is widened (blend/widening.py). None: never. For "question_attention" only.
-
-    Raises:
-        ConfigError: a value is outside its range, or the selector is unknown.
-    """
-
-    recompute_ratio: float | None = option(
-        None,
-        "Share of the reusable tokens to recompute, 0 to 1; left out, the preset's, or else the loading controller's choice.",
-    )
-    selector: str | Selector | None = option(
-        None,
-        f"How the tokens to recompute are selected; left out, the calibrated selector, or {DEFAULT_SELECTOR}.",
-        choices=SELECTORS,
-    )
-    max_loss_nats: float | None = option(
-        None, "Recompute more where recomputing a little moves the first token further; left out, the preset's, or never."
-    )
-
-    def __post_init__(self) -> None:
-        ratio, nats = self.recompute_ratio, self.max_loss_nats
-        if ratio is not None and (isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1):
-            raise ConfigError("recompute_ratio", ratio, "a number from 0 to 1")
-        if nats is not None and (isinstance(nats, bool) or not isinstance(nats, int | float) or not nats > 0):
-            raise ConfigError("max_loss_nats", nats, "a number above 0; recompute_ratio=1 loses nothing")
-        named = isinstance(self.selector, str | None)
-        if self.selector not in (None, *SELECTORS) if named else not hasattr(self.selector, "select"):
-            raise ConfigError("selector", self.selector, f"one of {', '.join(SELECTORS)}, or a Selector")
-
-    @property
-    def schedule(self) -> Schedule:
-        """The selector's schedule; that of single-shot selection if it has none."""
-        return getattr(self.resolve_selector(), "schedule", Schedule(0.0))
-
-    @property
-    def ratio(self) -> float:
-        """The recompute ratio; the default if it is None."""
-        return DEFAULT_RATIO if self.recompute_ratio is None else self.recompute_ratio
-
-    def resolve_selector(self) -> Selector:
-        """The selector itself."""
-        if self.selector is not None and not isinstance(self.selector, str):
-            return self.selector
-        return SELECTORS[self.selector or DEFAULT_SELECTOR](self.ratio)
 
 
 class Fusion:

@@ -17,10 +17,11 @@ from cacheblend.store import ChunkKV, PrefixRun, context_digest
 
 from .anatomy import UnblendableError
 from .attention import row_kernel
+from .config import FusionConfig
 from .decoder import Decoder
 from .families import VERIFIED, check_model, exact_reason, fingerprint_module
 from .fidelity import check_against_model
-from .fusion import Fusion, FusionConfig, FusionSteps
+from .fusion import Fusion, FusionSteps
 from .generation import NextToken
 from .gguf_file import add_end_tokens
 from .hybrid import HybridDecoder

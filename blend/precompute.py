@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.threads import in_groups
 
+from .config import DOCUMENT_TOKENS
+
 if TYPE_CHECKING:
     from cacheblend.store import LayerPair
 
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 
 # Tokens that make a pass full; a longer one is no faster, since its activations leave the processor's caches.
 PASS_TOKENS = 1024
-DOCUMENT_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

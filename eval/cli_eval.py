@@ -14,7 +14,7 @@ from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import option, options_of
 from cacheblend.blend import DEFAULT_RATIO
 from cacheblend.cli import options, terminal
-from cacheblend.cli.model import choose_model
+from cacheblend.cli.model import DEFAULT, choose_model
 from cacheblend.eval.cli_load import load
 from cacheblend.eval.data import (
     CHUNKINGS,
@@ -27,7 +27,7 @@ from cacheblend.eval.data import (
     FileSource,
     Preset,
 )
-from cacheblend.eval.method_plan import CONTEXTS, METHODS, listed, numbers
+from cacheblend.eval.method_plan import CONTEXTS, METHODS, listed, numbers, plan_methods
 from cacheblend.service.engine.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -200,21 +200,24 @@ def report(
 
 
 def _run(source: RequestSource, model: str | None, out: Path | None, settings: options.Settings, *, as_json: bool) -> None:
+    run = settings.make(RunConfig)
+    if run.resume and out is None:
+        raise ConfigError("resume", run.resume, "only with --out, the folder of the run to go on with")
+    engine = settings.make(EngineConfig, model=model or DEFAULT, store_dir=".")
+    methods, ratios, contexts = tuple(listed(run.methods)), tuple(numbers("ratios", run.ratios)), tuple(listed(run.contexts))
+    plan_methods(methods, ratios, contexts)  # before libraries load
+    chosen = choose_model(model, yes=False)
     terminal.hush_libraries()
     from cacheblend.eval.run.folder import EvalConfig
     from cacheblend.eval.run.report import report
     from cacheblend.eval.run.runner import evaluate
 
-    run = settings.make(RunConfig)
-    if run.resume and out is None:
-        raise ConfigError("resume", run.resume, "only with --out, the folder of the run to go on with")
-    engine = settings.make(EngineConfig, model=choose_model(model, yes=False), store_dir=".")
     config = EvalConfig(
         source=source,
-        model=engine.model,
-        methods=tuple(listed(run.methods)),
-        ratios=tuple(numbers("ratios", run.ratios)),
-        contexts=tuple(listed(run.contexts)),
+        model=chosen,
+        methods=methods,
+        ratios=ratios,
+        contexts=contexts,
         max_new_tokens=engine.max_tokens,
         kv_cache_dtype=engine.kv_cache_dtype,
         device=str(engine.resolve_device()),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.blend import DEFAULT_SELECTOR, SELECTORS, FusionConfig
+from cacheblend.blend.config import DEFAULT_SELECTOR, SELECTOR_NAMES, FusionConfig
 
 CONTEXTS = ("default", "filler", "document", "neighbour", "head", "bos")  # what chunks' KV is computed after
 # Blending by the selector that picks the tokens; "blend" has the default one, and a selector without a name here its own.
@@ -17,7 +17,7 @@ _NAMED = {
     "epic": "first_tokens",
     "random_tokens": "random",
 }
-SELECTOR_OF_METHOD = {**_NAMED, **{f"blend_{name}": name for name in SELECTORS if name not in _NAMED.values()}}
+SELECTOR_OF_METHOD = {**_NAMED, **{f"blend_{name}": name for name in SELECTOR_NAMES if name not in _NAMED.values()}}
 METHOD_OF_SELECTOR = {selector: name for name, selector in reversed(SELECTOR_OF_METHOD.items())}
 FULL_REUSE = "full_reuse"
 # What an engine does for requests that name no ratio: a blend at r*, widened where its first token moves too far.

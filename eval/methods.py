@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 
 from cacheblend.blend import ChunkContext, FusionConfig, FusionResult, Fusor, Segment, SequenceKV
+from cacheblend.blend.config import DOCUMENT_TOKENS
 from cacheblend.blend.fusor import NO_CONTEXT
-from cacheblend.blend.precompute import DOCUMENT_TOKENS
 from cacheblend.blend.widening import FIRST_RATIO
 from cacheblend.eval.data import Request
 from cacheblend.service.engine.chunk_context import chunk_context

@@ -17,8 +17,8 @@ from .estimators import Pipeline, RecomputeEstimator, load_seconds
 if TYPE_CHECKING:
     from cacheblend.blend import Schedule
 
+    from .config import LoaderConfig
     from .estimators import Read
-    from .layer_loader import LoaderConfig
     from .profile import Profile
 
 logger = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ from cacheblend.base.files import make_folder
 from cacheblend.blend import FusionConfig, LayerKV, Prompt, Segment
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
 
+from .config import LENGTHS
 from .estimators import work_of
 from .layer_loader import LayerLoader
 from .profile import LayerSample, PrefillSample, Profile, TierSpeed, describe_device
@@ -28,12 +29,11 @@ from .profile import LayerSample, PrefillSample, Profile, TierSpeed, describe_de
 if TYPE_CHECKING:
     from cacheblend.blend import Fusor, KVGeometry
 
-    from .layer_loader import LoaderConfig
+    from .config import LoaderConfig
 
 logger = logging.getLogger(__name__)
 # Of the tiers: chunks of a prompt, the model that they are of, and the largest prompt.
 CHUNKS, MODEL, MAX_BYTES = 6, "tier-speed", 512 * 2**20
-LENGTHS = (256, 1024, 4096)
 RATIOS = (0.05, 0.15, 0.5, 1.0)
 REPEATS = 3
 QUESTION_TOKENS = 32

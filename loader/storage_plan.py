@@ -9,8 +9,8 @@ from typing import NamedTuple
 from cacheblend.base.options import check_share, check_whole
 from cacheblend.blend import FusionConfig, Schedule
 
+from .config import LoaderConfig
 from .estimators import Pipeline, RecomputeEstimator, load_seconds
-from .layer_loader import LoaderConfig
 from .profile import Profile, TierSpeed
 
 NO_DELAY = 0.01  # of the prefill whose KV is in place already

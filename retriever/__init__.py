@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from cacheblend.base.errors import needs_extra
+from typing import TYPE_CHECKING
 
-with needs_extra("rag"):
+from cacheblend.base.lazy import lazy_names
+
+if TYPE_CHECKING:
     from .config import DEFAULT_EMBEDDER as DEFAULT_EMBEDDER
     from .config import RetrieverConfig as RetrieverConfig
     from .document import Chunk as Chunk
@@ -18,3 +20,15 @@ with needs_extra("rag"):
     from .retriever import in_reading_order as in_reading_order
     from .splitter import PlainTokenizer as PlainTokenizer
     from .splitter import Splitter as Splitter
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "config": "DEFAULT_EMBEDDER RetrieverConfig",
+        "document": "Chunk Document EmbeddedDocument ScoredChunk",
+        "embedder": "Embedder SentenceTransformerEmbedder checked_between_batches",
+        "retriever": "Retriever in_reading_order",
+        "splitter": "PlainTokenizer Splitter",
+    },
+    extra="rag",
+)

@@ -10,7 +10,7 @@ from pathlib import Path
 from cacheblend.base.options import Option, options_of
 from cacheblend.service.engine.config import EngineConfig
 from cacheblend.service.http.config import HttpConfig
-from cacheblend.service.serving.scheduler import ServingConfig
+from cacheblend.service.serving.config import ServingConfig
 
 FILE = Path(__file__).parents[1] / "docs" / "options.md"
 CONFIGS = (EngineConfig, ServingConfig, HttpConfig)

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from .engine.blend_plan import PlannedSegment
-from .engine.config import EngineConfig
-from .engine.engine import Engine
-from .engine.ingest import IngestReport
-from .engine.request import Answer, AnswerPlan, Timings
+from typing import TYPE_CHECKING
 
-__all__ = ["Answer", "AnswerPlan", "Engine", "EngineConfig", "IngestReport", "PlannedSegment", "Timings"]
+from cacheblend.base.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from .engine.blend_plan import PlannedSegment as PlannedSegment
+    from .engine.config import EngineConfig as EngineConfig
+    from .engine.engine import Engine as Engine
+    from .engine.ingest import IngestReport as IngestReport
+    from .engine.request import Answer as Answer
+    from .engine.request import AnswerPlan as AnswerPlan
+    from .engine.request import Timings as Timings
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "engine.blend_plan": "PlannedSegment",
+        "engine.config": "EngineConfig",
+        "engine.engine": "Engine",
+        "engine.ingest": "IngestReport",
+        "engine.request": "Answer AnswerPlan Timings",
+    },
+)

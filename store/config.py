@@ -10,10 +10,8 @@ from pathlib import Path
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import GIB, MIB, check_whole, is_number, option
 
-from .remote import SCHEMES, RemoteAddress
-from .tiers import CACHE_TIERS, RAM
-
 REMOTE_PANEL = "Remote tier"  # the options' heading
+CODEC_NAMES = ("raw", "fp8_e4m3", "int8", "int4")
 MIN_SECRET = 16  # characters
 
 
@@ -45,7 +43,8 @@ class StoreConfig:
     direct_reads: bool = option(False, "Read KV past the page cache, for a store larger than RAM.")
     remote: str | None = option(
         None,
-        f"URL of a tier that machines share, of {SCHEMES}: rediss://host:6379 (TLS), s3://bucket/prefix, "
+        "URL of a tier that machines share, of redis://, rediss://, unix://, s3://, gs://, az://, file://: "
+        "rediss://host:6379 (TLS), s3://bucket/prefix, "
         "file:///folder. Others of the machine see a flag with a password in it, and no variable.",
         panel=REMOTE_PANEL,
         secret=True,
@@ -71,12 +70,16 @@ class StoreConfig:
             raise ConfigError("directory", self.directory, "name the folder that holds the store")
         for name in ("ram_budget_bytes", "nvme_budget_bytes", "write_queue_bytes", "remote_queue_bytes"):
             check_whole(name, getattr(self, name))
-        further = sorted(set(CACHE_TIERS) - {RAM})
         for name, budget_bytes in self.cache_budgets.items():
+            from .tiers import CACHE_TIERS, RAM  # here: an option's check needs no torch
+
+            further = sorted(set(CACHE_TIERS) - {RAM})
             if name not in further:
                 raise ConfigError("cache_budgets", name, f"one of the tiers {', '.join(further) or '(none is registered)'}")
             check_whole(f"cache_budgets[{name!r}]", budget_bytes)
         if self.remote is not None:
+            from .remote import RemoteAddress
+
             RemoteAddress(self.remote)
         if self.remote_secret is not None and self.remote_secret_file is not None:
             raise ConfigError("remote_secret_file", self.remote_secret_file, "not beside remote_secret")

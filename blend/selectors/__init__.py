@@ -12,8 +12,8 @@ from .selector import Schedule as Schedule
 from .selector import SelectionStep as SelectionStep
 from .selector import Selector as Selector
 
-# A selector's name in configurations, and the function that makes it from a recompute ratio. Add a line for your own, or pass
-# an object as `FusionConfig.selector`.
+# A selector's name in configurations, and the function that makes it from a recompute ratio. Add a line for your own, and its
+# name in `SELECTOR_NAMES`, or pass an object as `FusionConfig.selector`.
 SELECTORS: dict[str, Callable[[float], Selector]] = {
     "question_attention": QuestionAttention,
     "gradual": lambda ratio: TopDeviation(ratio, Schedule(0.3)),
@@ -21,4 +21,3 @@ SELECTORS: dict[str, Callable[[float], Selector]] = {
     "first_tokens": FirstTokens,
     "random": RandomTokens,
 }
-DEFAULT_SELECTOR = "question_attention"

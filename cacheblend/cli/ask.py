@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cacheblend.base.errors import InputError
+from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.retriever.metadata import MetadataFilter
-from cacheblend.service.engine.config import EngineConfig
+from cacheblend.service.engine.config import METHODS, EngineConfig
 from cacheblend.service.engine.document_sources import parse_json
 
 from . import options, terminal
-from .model import choose_model
+from .model import DEFAULT, choose_model
 
 if TYPE_CHECKING:
     from cacheblend.service.engine.request import Answer
@@ -30,7 +31,7 @@ def ask(
     model: options.Model = None,
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
     method: Annotated[str, typer.Option(help="blend, full_recompute, prefix_cache or full_reuse.")] = "blend",
-    num_chunks: Annotated[int, typer.Option(help="Chunks to retrieve, or as many as there are.")] = 6,
+    num_chunks: Annotated[int, typer.Option(min=1, help="Chunks to retrieve, or as many as there are.")] = 6,
     filter: Annotated[
         str, typer.Option(help='Of documents\' metadata, such as {"year": {"gte": 2020}, "lang": ["de", "fr"]}.')
     ] = "{}",
@@ -50,13 +51,15 @@ def ask(
     """
     if not store_dir.is_dir():
         raise InputError(f"there is no store at {store_dir}; `cacheblend ingest` makes one, or name another with --store-dir")
+    if method not in METHODS:
+        raise ConfigError("method", method, f"one of {', '.join(METHODS)}")
     MetadataFilter.of(wanted := parse_json(filter, "--filter"))
-    chosen = choose_model(model, yes=yes)
+    config = settings.make(EngineConfig, model=model or DEFAULT, store_dir=store_dir)
+    config = replace(config, model=choose_model(model, yes=yes))
     with terminal.shown_stages():
         from cacheblend.service.engine.engine import Engine
         from cacheblend.service.engine.request import Done
 
-        config = settings.make(EngineConfig, model=chosen, store_dir=store_dir)
         opened = Engine(config)
     with opened as engine:
         if not as_json:

@@ -125,7 +125,7 @@ def reindex(
     """
     with IndexedDocuments.open(store_dir / INDEX_FOLDER) as index:
         documents, chunk_tokens = index.documents(), int(index.setting("chunk_tokens") or 1)
-    config = settings.make(EngineConfig, model=model, store_dir=store_dir, chunk_tokens=chunk_tokens)
+    config = settings.make(EngineConfig, model=options.check_path(model), store_dir=store_dir, chunk_tokens=chunk_tokens)
     tokens = chunk_tokens * sum(document.chunks for document in documents)  # at most, about
     config, fusor = _load(config, lambda _: tokens, yes=yes)
     with IngestProgress(StreamSize(len(documents))) as progress:
@@ -168,7 +168,7 @@ def _check_together(sources: list[str], store_dir: Path, ray: RayConfig, vllm: V
 def _config(settings: options.Settings, model: str | None, store_dir: Path) -> EngineConfig:
     if model is None:
         raise InputError("no model is named; give --model, or set CACHEBLEND_MODEL")
-    return settings.make(EngineConfig, model=model, store_dir=store_dir)
+    return settings.make(EngineConfig, model=options.check_path(model), store_dir=store_dir)
 
 
 @contextmanager

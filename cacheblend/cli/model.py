@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend.loader import LoaderConfig, compare_devices, load_profile
-from cacheblend.loader.profiler import LENGTHS
+from cacheblend.loader.config import LENGTHS, LoaderConfig
 from cacheblend.service.engine.config import EngineConfig, load_fusor
-from cacheblend.store.codecs import CODECS, LayerShape
 
 from . import options, terminal
 
@@ -20,6 +18,7 @@ if TYPE_CHECKING:
     from cacheblend.blend.models import KnownModel
 
 COMMON_MODELS = Path(__file__).with_name("common_models.json")  # names, and what their config.json says of sizes
+DEFAULT = "default"  # stands for the known model that is chosen where none is named
 PLANNED_CODECS = ("raw", "int8", "int4")
 PLANNED_TOKENS = 5_000_000  # 10,000 pages of 500
 app = typer.Typer(help="Fetch small pretrained models, and list them.", no_args_is_help=True)
@@ -110,7 +109,7 @@ def choose_model(model: str | None, *, yes: bool, default_name: str | None = Non
         ModelFetchError: the default model cannot be fetched.
     """
     if model is not None:
-        return model
+        return options.check_path(model)
     with terminal.shown_stages():
         from cacheblend.blend.models import DEFAULT_MODEL, KNOWN_MODELS
     default = KNOWN_MODELS[default_name or DEFAULT_MODEL]
@@ -146,10 +145,10 @@ def profile(
         cacheblend profile ./model --store-dir ./store
         cacheblend profile ./model --length 512 --length 2048 --json
     """
+    config = settings.make(EngineConfig, model=options.check_path(model), store_dir=store_dir)
     terminal.hush_libraries()
     from cacheblend.loader import measure_profile, write_profile
 
-    config = settings.make(EngineConfig, model=model, store_dir=store_dir)
     fusor = load_fusor(config)
     with terminal.progress_bars() as progress:
         measured = measure_profile(
@@ -171,6 +170,8 @@ def profile(
 
 def stored_token_bytes(geometry: KVGeometry, codec: str, tokens: int) -> float:
     """Bytes of a token's KV in chunks of so many tokens."""
+    from cacheblend.store.codecs import CODECS, LayerShape
+
     shapes = (LayerShape(heads, tokens, size, geometry.dtype) for heads, size in map(geometry.heads, range(geometry.layers)))
     return sum(CODECS[codec].encoded_shape(shape).nbytes for shape in shapes) / tokens
 
@@ -180,10 +181,10 @@ def plan(
         str | None,
         typer.Argument(metavar="MODEL|PROFILE", help="A model, a config.json, or a file of `cacheblend profile`."),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Reused tokens of a request.")] = 3072,
-    ratio: Annotated[float, typer.Option(help="Recompute ratio.")] = LoaderConfig().quality_ratio,
-    chunk_tokens: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 512,
-    stored_tokens: Annotated[int | None, typer.Option(help="Tokens to store, for the price; left out: --tokens.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Reused tokens of a request.")] = 3072,
+    ratio: Annotated[float, typer.Option(min=0, max=1, help="Recompute ratio.")] = LoaderConfig().quality_ratio,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a chunk.")] = 512,
+    stored_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to store, for the price; else --tokens.")] = None,
     as_json: options.Json = False,
 ) -> None:
     """Show memory, disk and KV of a model, of which only the config is read; without a model, of ten common ones.
@@ -198,7 +199,7 @@ def plan(
         cacheblend plan config.json
         cacheblend plan ./store/profiles/PROFILE.json --tokens 4096
     """
-    if what is not None and what.endswith(".json") and Path(what).name != "config.json":
+    if what is not None and options.check_path(what).endswith(".json") and Path(what).name != "config.json":
         _plan_storage(Path(what), tokens, ratio, chunk_tokens, stored_tokens, as_json=as_json)
         return
     terminal.hush_libraries()
@@ -238,6 +239,8 @@ def _sizes(name: str, config: Any) -> dict[str, Any]:
 def _plan_storage(
     file: Path, tokens: int, ratio: float, chunk_tokens: int, stored_tokens: int | None, *, as_json: bool
 ) -> None:
+    from cacheblend.loader import compare_devices, load_profile
+
     measured = load_profile(file)
     choices = compare_devices(measured, tokens=tokens, ratio=ratio, chunk_tokens=chunk_tokens, stored_tokens=stored_tokens)
     cheapest = next((choice.device for choice in choices if choice.adds_no_delay), None)

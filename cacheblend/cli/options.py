@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from cacheblend.base.errors import InputError
 from cacheblend.base.files import user_data_folder
 from cacheblend.base.options import Option, from_options, options_of
 from cacheblend.service.engine.config import remembered_settings
@@ -29,6 +30,14 @@ def _apply_settings(context: typer.Context, store_dir: Path) -> Path:
     """Make the settings of the store the defaults, so that flags, variables and a config file win over them."""
     context.default_map = {**remembered_settings(store_dir), **(context.default_map or {})}
     return store_dir
+
+
+def check_path(model: str) -> str:
+    """The model; raises InputError if it is written as a path or a file's name where there is none."""
+    written = model.startswith(("/", ".", "~")) or model.endswith((".gguf", ".json"))
+    if written and not Path(model).expanduser().exists():
+        raise InputError(f"no model at {model!r}: give the path of a model, a hub id, or a known name (cacheblend model ls)")
+    return model
 
 
 Model = Annotated[

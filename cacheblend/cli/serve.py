@@ -21,12 +21,11 @@ from cacheblend.base.options import from_options
 from cacheblend.base.threads import in_own_thread
 from cacheblend.service.engine.config import EngineConfig
 from cacheblend.service.http.config import LOOPBACK, HttpConfig, TenantConfig, hash_key, new_key
-from cacheblend.service.serving.scheduler import ServingConfig
+from cacheblend.service.serving.config import ServingConfig
 
 from . import options, terminal
-from .model import choose_model
+from .model import DEFAULT, choose_model
 
-DEFAULT = "default"  # stands for the known model that is chosen where none is named
 logger = logging.getLogger(__name__)
 
 

@@ -5,26 +5,31 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.files import replacing
 from cacheblend.base.options import MIB, check_whole, option
-from cacheblend.blend import ChunkContext, FusionConfig, Fusor
-from cacheblend.blend.precompute import DOCUMENT_TOKENS
+from cacheblend.blend import FusionConfig
+from cacheblend.blend.config import DOCUMENT_TOKENS
 from cacheblend.loader import LoaderConfig
 from cacheblend.retriever import RetrieverConfig
 from cacheblend.store import StoreConfig
-from cacheblend.store.codecs import CODECS
+from cacheblend.store.config import CODEC_NAMES
+
+if TYPE_CHECKING:
+    import torch
+
+    from cacheblend.blend import Fusor
 
 logger = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICES = '"auto", "cpu", "cuda" or "cuda:N"'
+METHODS = ("full_recompute", "prefix_cache", "full_reuse", "blend")
 KV_FOLDER, INDEX_FOLDER = "kv", "index"  # of a store folder
 # A recompute ratio, None for r* or what hides behind loading; and how far a first token may move before a blend is widened.
 PRESETS: dict[str, tuple[float | None, float | None]] = {
@@ -67,7 +72,9 @@ class EngineConfig:
     device: str = option("auto", "auto (CUDA where it is, else the CPU), cpu, cuda or cuda:N.")
     dtype: str = option("auto", "auto: the checkpoint's, if 16-bit and fast on the device, else float32.", choices=DTYPES)
     max_tokens: int | None = option(None, "Most tokens of an answer, unless its request says otherwise; else as many as fit.")
-    kv_cache_dtype: str = option("raw", "How chunks' KV is stored; raw is exact. KV of another is not found.", choices=CODECS)
+    kv_cache_dtype: str = option(
+        "raw", "How chunks' KV is stored; raw is exact. KV of another is not found.", choices=CODEC_NAMES
+    )
     prefix_budget_bytes: int = option(512 * MIB, "Bytes of RAM for KV of prompts' beginnings: system messages, conversations.")
     context_filler: str = option(
         "auto",
@@ -91,16 +98,15 @@ class EngineConfig:
             raise ConfigError("model", self.model, "a model directory, GGUF file, hub id or known name")
         if not isinstance(self.store_dir, str | os.PathLike) or not os.fspath(self.store_dir):
             raise ConfigError("store_dir", self.store_dir, "name the folder that holds store and index")
-        try:
-            device = self.resolve_device()
-        except (RuntimeError, TypeError) as error:
-            raise ConfigError("device", self.device, _DEVICES) from error
-        if device.type not in ("cpu", "cuda"):
+        named = re.fullmatch(r"auto|cpu|cuda(?::(\d{1,9}))?", str(self.device), re.ASCII)
+        if named is None:
             raise ConfigError("device", self.device, _DEVICES)
-        gpus = torch.cuda.device_count()
-        if device.type == "cuda" and (device.index or 0) >= gpus:
-            raise ConfigError("device", self.device, f'not on this machine: torch finds {gpus} GPUs; use "auto" or "cpu"')
-        for name, allowed in (("dtype", DTYPES), ("kv_cache_dtype", CODECS), ("preset", PRESETS)):
+        if named[0].startswith("cuda"):
+            import torch
+
+            if int(named[1] or 0) >= (gpus := torch.cuda.device_count()):
+                raise ConfigError("device", self.device, f'not on this machine: torch finds {gpus} GPUs; use "auto" or "cpu"')
+        for name, allowed in (("dtype", DTYPES), ("kv_cache_dtype", CODEC_NAMES), ("preset", PRESETS)):
             if (value := getattr(self, name)) not in allowed:
                 raise ConfigError(name, value, f"one of {', '.join(allowed)}")
         if self.max_tokens is not None:
@@ -108,13 +114,16 @@ class EngineConfig:
         check_whole("prefix_budget_bytes", self.prefix_budget_bytes)
         if not isinstance(self.context_filler, str) or not self.context_filler.strip():
             raise ConfigError("context_filler", self.context_filler, '"auto", "none", or a text file')
-        ChunkContext(document_tokens=self.context_document_tokens)
+        if self.context_document_tokens < 0:
+            raise ConfigError("context_document_tokens", self.context_document_tokens, "0 or more")
         if self.store.directory != StoreConfig().directory or self.retriever.directory is not None:
             raise ConfigError("directory", self.store.directory, "name the folder of an engine as store_dir alone")
         self.store_config()
 
     def resolve_device(self) -> torch.device:
         """The device that "auto" stands for."""
+        import torch  # here: a check of options needs no torch
+
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return torch.device(self.device)
@@ -172,5 +181,7 @@ def load_fusor(config: EngineConfig) -> Fusor:
         InputError: no model there.
         UnsupportedModelError: blending is not right on the model.
     """
+    from cacheblend.blend import Fusor
+
     logger.info("loading the model %s", config.model, extra={"stage": "loading the model"})
     return Fusor.from_pretrained(config.model, config.resolve_device(), config.dtype, allow_unverified=config.allow_unverified)

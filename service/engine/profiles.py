@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from cacheblend.base.errors import ProfileError
 from cacheblend.blend import Fusor
-from cacheblend.blend.precompute import DOCUMENT_TOKENS
+from cacheblend.blend.config import DOCUMENT_TOKENS
 from cacheblend.blend.widening import FIRST_RATIO
 from cacheblend.loader import (
     Calibration,

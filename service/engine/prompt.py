@@ -7,15 +7,16 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cacheblend.base.errors import InputError, PromptTooLongError
 from cacheblend.retriever import PlainTokenizer
-from cacheblend.store import ChunkKey, DocumentVersion, KVHandle
-from cacheblend.store.chunk import KVPart
 
 from .chat_template import ChatTemplate
 from .reasoning import Thoughts
+
+if TYPE_CHECKING:
+    from cacheblend.store import ChunkKey, DocumentVersion, KVHandle
 
 T = TypeVar("T")
 # The words around a question where nobody asks for others.
@@ -49,6 +50,8 @@ class PromptChunk:
 
     def part(self, kv: KVHandle | None) -> KVHandle | None:
         """Of the KV under its key, or of none, that of its tokens."""
+        from cacheblend.store.chunk import KVPart
+
         return kv if kv is None or self.stored_ids in ((), self.token_ids) else KVPart(kv, self.start, self.token_ids)
 
 

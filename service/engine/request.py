@@ -20,6 +20,7 @@ from cacheblend.loader import LoadingPlan
 from cacheblend.retriever import Chunk, ScoredChunk
 
 from .blend_plan import PlannedSegment
+from .config import METHODS
 from .decoding import Decoding, Piece, Sampling, TokenLogprob
 from .passages import FoundPassages
 from .prompt import PromptTokens
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from .prefill import Prefill
 
 PLAN_FIELDS = ("method", "hits", "misses", "recompute_ratio", "reusable_tokens", "recomputed_tokens")  # of each report
-METHODS = ("full_recompute", "prefix_cache", "full_reuse", "blend")
 
 
 def namespace_of(cache_salt: str) -> str:

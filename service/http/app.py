@@ -31,8 +31,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from cacheblend.base.errors import CacheBlendError
 from cacheblend.base.threads import Check
 from cacheblend.retriever import checked_between_batches
+from cacheblend.service.engine.config import METHODS
 from cacheblend.service.engine.engine import Engine
-from cacheblend.service.engine.request import METHODS
 
 from . import chat, documents, ingests, messages
 from .config import LOOPBACK

@@ -24,7 +24,8 @@ from cacheblend.service.engine.decoding import token_bytes
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.grammar import GrammarCompiler
 from cacheblend.service.serving.calls import Call, CallPool
-from cacheblend.service.serving.scheduler import Scheduler, ServingConfig
+from cacheblend.service.serving.config import ServingConfig
+from cacheblend.service.serving.scheduler import Scheduler
 
 from .config import HttpConfig, TenantConfig, engine_configs
 from .guard import BODIES_OF_TENANT, ApiError, ApiKeys, refused, shortened

@@ -64,7 +64,7 @@ def test_command_line() -> None:
     """The command line prints its help, and one line for a command whose extra is missing."""
     main = "from cacheblend.cli.main import main\n"
     assert _without_optional(f"{main}main(['--help'])").returncode == 0
-    done = _without_optional(f"{main}main(['ask', 'Why?'])")
+    done = _without_optional(f"{main}main(['ask', 'Why?', '--model', 'x', '--store-dir', '.'])")
     assert done.returncode == 1
     assert done.stderr.strip().endswith("is not installed; in the checkout run: pip install '.[rag]'")
     assert "Traceback" not in done.stderr

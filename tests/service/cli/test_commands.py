@@ -183,7 +183,7 @@ def test_usage_errors_exit_with_2(run: CommandLine, store: tuple[str, str], tmp_
     nowhere, id_ = ("--store-dir", str(tmp_path / "nowhere")), str(DOCUMENTS[0]["id"])
     cases = [
         (run.on_store("ask", "  "), "is empty; ask"),
-        (run.on_store("ask", QUESTION, "--num-chunks", "0"), "num_chunks"),
+        (run.on_store("ask", QUESTION, "--num-chunks", "0"), "--num-chunks"),
         (run.on_store("ask", QUESTION, "--recompute-ratio", "1.5"), "0 to 1"),
         (run.on_store("ask", QUESTION, "--method", "magic"), "full_reuse"),
         (run.on_store("ask", QUESTION, "--max-tokens", "0"), "max_tokens"),
@@ -192,7 +192,7 @@ def test_usage_errors_exit_with_2(run: CommandLine, store: tuple[str, str], tmp_
         (run.on_store("ask", QUESTION, "--device", "abacus"), "abacus"),
         (run.on_store("ingest", str(tmp_path / "nothing.jsonl")), "does not exist"),
         (run("documents", "delete", id_, *store), "There is no terminal to ask on; give --yes"),
-        (run("ask", QUESTION, "--model", str(tmp_path / "no" / "model"), *store), "config.json"),
+        (run("ask", QUESTION, "--model", str(tmp_path / "no" / "model"), *store), "no model at"),
         (run("ask", "?", "--nonsense"), "--nonsense"),
         (run("nonsense"), "nonsense"),
         (run("ask", "?", "--model", str(run.model), *nowhere), "cacheblend ingest"),
@@ -215,7 +215,7 @@ def test_keys_version_and_port(run: CommandLine) -> None:
     assert run("--version").out.startswith("cacheblend 0.")
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = str(busy.getsockname()[1])
-        outcome = run("serve", "--model", str(run.model / "nowhere"), "--store-dir", str(run.store), "--port", port)
+        outcome = run("serve", "--model", str(run.model), "--store-dir", str(run.store), "--port", port)
     assert outcome.code == 1
     assert f"127.0.0.1:{port} cannot be listened on (Address already in use" in outcome.err
     assert len(outcome.err.splitlines()) == 1

@@ -16,6 +16,8 @@ from script_modules import load_script
 from typer.main import get_command
 
 from cacheblend.base.options import options_of
+from cacheblend.blend import SELECTORS
+from cacheblend.blend.config import SELECTOR_NAMES
 from cacheblend.cli.main import COMMANDS, HELP, LazyCommand, app
 from cacheblend.retriever.catalog import Catalog
 from cacheblend.retriever.index import INDEX_FILE
@@ -23,6 +25,8 @@ from cacheblend.service import EngineConfig
 from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.serving.scheduler import ServingConfig
 from cacheblend.store import KVStore, StoreConfig
+from cacheblend.store.codecs import CODECS
+from cacheblend.store.config import CODEC_NAMES
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -143,3 +147,41 @@ def test_docs_are_up_to_date() -> None:
     page = script.options_page()
     assert script.FILE.read_text(encoding="utf-8") == page, "run .venv/bin/python scripts/write_options.py"
     assert set(re.findall(r"(?m)^\| `(--[a-z-]+)` \|", page)) == {option.flag for option in OPTIONS.values()}
+
+
+REFUSED_AT_ONCE = [
+    ("serve", "--help"),
+    ("serve", "--preset", "nope"),
+    ("serve", "--model", "./nowhere"),
+    ("ask", "q", "--store-dir", ".", "--method", "nope"),
+    ("ask", "q", "--store-dir", ".", "--recompute-ratio", "7"),
+    ("ask", "q", "--store-dir", "nowhere"),
+    ("ask", "q", "--store-dir", ".", "--filter", "{"),
+    ("ingest", "nowhere", "--model", "x"),
+    ("ingest", "nowhere", "--model", "x", "--kv-cache-dtype", "nope"),
+    ("plan", "--ratio", "7"),
+    ("plan", "nowhere.json"),
+    ("eval", "--help"),
+    ("eval", "nope"),
+    ("eval", "musique", "--methods", "nope"),
+]
+
+
+def test_options_are_checked_before_libraries_load(tmp_path: Path) -> None:
+    """Help, and the refusal of a wrong value or of a missing file, load neither torch nor transformers."""
+    script = f"""
+import sys, cacheblend.cli.main as cli
+for run in {REFUSED_AT_ONCE}:
+    try:
+        cli.main(list(run))
+    except SystemExit as end:
+        assert end.code == (0 if "--help" in run else 2), run
+    assert not {{"torch", "transformers"}} & sys.modules.keys(), run
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_names_that_options_allow() -> None:
+    """What options are checked against, without torch, are the names of the registries."""
+    assert (tuple(SELECTORS), tuple(CODECS)) == (SELECTOR_NAMES, CODEC_NAMES)

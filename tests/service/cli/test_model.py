@@ -87,9 +87,9 @@ def test_bad_profiles_and_plans(run: CommandLine, tmp_path: Path) -> None:
     """What is missing or out of range ends in one line that names it, and nothing is written."""
     profile = str(write_profile(tmp_path, linear_profile()))
     for arguments, code, says in (
-        (("plan", "nowhere.json"), 1, "nowhere.json"),
-        (("plan", profile, "--tokens", "0"), 2, "tokens=0"),
-        (("plan", profile, "--ratio", "2"), 2, "ratio=2.0"),
+        (("plan", "nowhere.json"), 2, "nowhere.json"),
+        (("plan", profile, "--tokens", "0"), 2, "'--tokens'"),
+        (("plan", profile, "--ratio", "2"), 2, "'--ratio'"),
         (("profile", str(run.model), "--store-dir", str(run.store), "--length", "0"), 2, "lengths=(0,)"),
     ):
         outcome = run(*arguments)

@@ -129,7 +129,7 @@ def test_a_key_in_the_wrong_place_is_not_shown(tmp_path: Path, text: str) -> Non
 def test_the_file_of_deploy(served: list[Any]) -> None:
     """The file that is shipped is right."""
     file = Path(__file__).parents[3] / "deploy" / "cacheblend.toml"
-    assert CliRunner().invoke(cli.app, ["serve", "--config", str(file)], catch_exceptions=False).exit_code == 0
+    assert CliRunner().invoke(cli.app, ["serve", "-m", "m", "--config", str(file)], catch_exceptions=False).exit_code == 0
     assert served[2].port == 8000
 
 

@@ -1,0 +1,54 @@
+"""The scheduler's configuration, which needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cacheblend.base.errors import ConfigError
+from cacheblend.base.options import check_share, check_whole, is_number, option
+
+GUARD = "Quality guard"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingConfig:
+    """Limits of a `Scheduler`, and its quality guard (`QualityGuard`).
+
+    By default one blended request in a hundred is compared with full prefill, while nothing else runs, and the result is only
+    reported: which agreement is good enough differs by model and by use, so `guard_floor` is the operator's to set.
+
+    Args:
+        turn_s: seconds after which a prompt that is not prefilled waits for the other tenants' turns.
+        guard_tokens: first greedy tokens that are compared.
+        guard_window: comparisons that the mean agreement is over.
+
+    Raises:
+        ConfigError: a value is not allowed.
+    """
+
+    max_num_seqs: int = option(16, "Requests that hold a KV cache at once: those that decode, and the one that is prefilled.")
+    max_waiting: int = option(64, "Requests of a tenant that may be prepared or wait; the next one is refused.")
+    max_uploads: int = option(8, "Uploads of a tenant that may wait or run; the next one is refused.")
+    deadline_s: float = option(300.0, "Seconds from arrival after which a request is given up; so is an upload not begun.")
+    grace_s: float = option(30.0, "Seconds in which running requests may end when the service stops; uploads have half of it.")
+    guard_share: float = option(0.01, "Share, 0 to 1, of blended requests compared with full prefill when idle.", panel=GUARD)
+    guard_floor: float = option(
+        0.0,
+        "Least mean agreement, 0 to 1; below it prompts are recomputed in full until they agree again. 0 only reports.",
+        panel=GUARD,
+    )
+    turn_s: float = 1.0
+    guard_tokens: int = 8
+    guard_window: int = 20
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_waiting", "max_uploads", "guard_tokens", "guard_window"):
+            check_whole(name, getattr(self, name))
+        for name, least in (("deadline_s", "above 0"), ("grace_s", "0 or above")):
+            value = getattr(self, name)
+            if not is_number(value) or value < 0 or (value == 0 and name != "grace_s"):
+                raise ConfigError(name, value, f"seconds, {least}")
+        for name in ("guard_share", "guard_floor"):
+            check_share(name, getattr(self, name))
+        if self.guard_floor and not self.guard_share:
+            raise ConfigError("guard_floor", self.guard_floor, "0 where guard_share=0, since nothing is checked then")
