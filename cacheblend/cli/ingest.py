@@ -302,8 +302,7 @@ def _agree(config: EngineConfig, geometry: KVGeometry, tokens: int | None, *, ye
         if room < config.store.nvme_budget_bytes and not yes:
             remedy = "free the disk, name another --store-dir, give --kv-cache-dtype int8 or int4, or --yes to try"
             raise StoreFullError(f"{estimate}; the disk has no room for it: {remedy}")
-        remedy = "give --kv-cache-dtype int8 or int4, raise --nvme-budget-bytes, or ingest less"
-        estimate += f"; what does not fit is evicted: {remedy}"
+        estimate += "; what does not fit is evicted: give --kv-cache-dtype int8 or int4, raise --nvme-budget-bytes, ingest less"
     if need > ASK_FROM_BYTES and not yes:
         terminal.confirm(f"{estimate}. Go on?")
     else:

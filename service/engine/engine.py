@@ -43,15 +43,22 @@ REINDEXED_CHUNKS = 256  # of a batch
 
 
 def check_index(config: EngineConfig) -> None:
-    """Refuse a model by its tokenizer, before its weights are loaded; a RetrieverError names the one that the index is of."""
+    """Refuse, before its weights are loaded, a model whose tokenizer is not the index's; warn of another one that has it.
+
+    Raises:
+        RetrieverError: it names the model that the documents were ingested for.
+    """
     folder, name = Path(config.store_dir), model_name(config)
     found = remembered_settings(folder).get("model", name)
     if found == name or not (folder / INDEX_FOLDER / INDEX_FILE).is_file() or not (tokenizer := load_tokenizer(config.model)):
         return
     with IndexedDocuments.open(folder / INDEX_FOLDER) as index:
-        if index.count() and index.setting("tokenizer") != Splitter(tokenizer, config.retriever).fingerprint:
-            remedy = f"name that one, or have `cacheblend reindex --model {name}` compute their KV for this one"
-            raise RetrieverError(f"the documents in {folder} were ingested for {found}, not for {name}; {remedy}")
+        is_other = index.count() and index.setting("tokenizer") != Splitter(tokenizer, config.retriever).fingerprint
+    remedy = f"name that one, or have `cacheblend reindex --model {name}` compute their KV for this one"
+    why = f"the documents in {folder} were ingested for {found}, not for {name}; {remedy}"
+    if is_other:
+        raise RetrieverError(why)
+    logger.warning(why)
 
 
 class Engine:
@@ -92,16 +99,11 @@ class Engine:
         self.config = config = replace(config, fusion=replace(config.fusion, recompute_ratio=config.recompute_ratio))
         self._encoder = encoder = ChunkEncoder.of(self.fusor, self.prompts.prefix, config)
         logger.info("opening the store %s", config.store_dir, extra={"stage": "opening the store"})
-        name = model_name(config)
-        found = remembered_settings(Path(config.store_dir)).get("model", name)
         with ExitStack() as opened:
             self.store = opened.enter_context(KVStore(config.store_config()))
             if rewriting is not None:
                 with Retriever(config.retriever, tokenizer, embedder) as of_none:
                     of_none.rewrite_index(Path(config.store_dir) / INDEX_FOLDER, encoder.check_lengths, rewriting)
-            elif found != name:
-                remedy = f"`cacheblend reindex --model {name}` computes their KV for this one"
-                logger.warning("the documents in %s were ingested for %s; %s", config.store_dir, found, remedy)
             self.retriever = opened.enter_context(Retriever(config.retriever_config(), tokenizer, embedder))
             self._contexts = ChunkContexts(encoder.context, self.retriever)
             self.foreground = foreground or Foreground()
