@@ -8,8 +8,9 @@ service does. Gold passages of a question are those of its own case that hold an
 `recall`: their share among the documents of the `--num-chunks` chunks found; `answer`: whether one of these chunks is of a gold
 passage and holds an answer; `all`: whether chunks of all gold passages are there; in the mean.
 
-With `--answers` the model answers each question from what was found, by full recompute and by blending at r* or `--ratio`, the
-KV of all chunks stored. `f1` is SQuAD's; `contains`: whether a right answer stands in the model's, both as SQuAD compares them;
+With `--answers` the model answers each question from what was found, by full recompute and by blending as the default preset
+does, or at `--ratio`, the KV of all chunks stored. `f1` is SQuAD's; `contains`: whether a right answer stands in the model's,
+both as SQuAD compares them;
 `gold_nll_nats`: of the right answer that full recompute finds likeliest; `first_token_kl_nats`: from full recompute;
 `nll_over_full`: the blend's NLL above full recompute's, its mean, the bounds of its 95 % interval, and its median.
 
@@ -119,13 +120,12 @@ class Answerer:
     Args:
         engine: has the corpus in its index.
         corpus: its documents by id.
-        ratio: blends recompute so much; None for r*.
+        ratio: blends recompute so much; None for what the engine's preset does.
         best_last: the chunks stand in the opposite order, the nearest one beside the question.
     """
 
     def __init__(self, engine: Engine, corpus: Mapping[str, Mapping[str, str]], ratio: float | None, best_last: bool) -> None:
-        self._engine, self._corpus, self._best_last = engine, corpus, best_last
-        self._ratio = engine.config.loader.quality_ratio if ratio is None else ratio
+        self._engine, self._corpus, self._ratio, self._best_last = engine, corpus, ratio, best_last
 
     def marks(self, example: Example, found: Sequence[ScoredChunk]) -> dict[str, dict[str, Any]]:
         """Each method's answer, and how good that is."""
@@ -158,6 +158,7 @@ class Answerer:
                 "gold_nll_nats": nll,
                 "first_token_kl_nats": first_token_kl_nats(full_V, request.fused.logits),
                 "prompt_tokens": plan.prompt_tokens,
+                "recompute_ratio": plan.recompute_ratio,
                 "hits": plan.hits,
                 "misses": plan.misses,
             }
@@ -279,7 +280,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--prompt", default="auto", choices=["auto", "few-shot"], help="auto: a chat where the model has a template"
     )
-    parser.add_argument("--ratio", type=float, help="recompute ratio of the blend; left out, r*")
+    parser.add_argument("--ratio", type=float, help="recompute ratio of the blend; left out, the default preset")
     parser.add_argument(
         "--best-last", action="store_true", help="chunks in the opposite order, the nearest beside the question"
     )
