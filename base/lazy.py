@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import ast
+from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
+from pathlib import Path
 
 from .errors import needs_extra
 
 
-def lazy_names(package: str, modules: Mapping[str, str], extra: str | None = None) -> Callable[[str], object]:
-    """A package's `__getattr__` for the names, apart by blanks, of each of its modules; `extra` brings what they import."""
-    module_of = {name: module for module, names in modules.items() for name in names.split()}
+def lazy_names(package: str, file: str, extra: str | None = None) -> Callable[[str], object]:
+    """A package's `__getattr__`: imports what its `__init__.py`, the file, names in `from .module import name as name`.
+
+    Those lines stand under `TYPE_CHECKING`, for type checkers alone, and are read here from the source; `extra` brings the
+    libraries that the modules import.
+    """
+    imports = [node for node in ast.walk(ast.parse(Path(file).read_text("utf-8"))) if isinstance(node, ast.ImportFrom)]
+    module_of = {alias.name: node.module for node in imports if node.level == 1 for alias in node.names}
 
     def get(name: str) -> object:
         if name not in module_of:

@@ -33,15 +33,4 @@ if TYPE_CHECKING:
     from .selectors import Selector as Selector
     from .selectors import TopDeviation as TopDeviation
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "config": "DEFAULT_RATIO DEFAULT_SELECTOR FusionConfig",
-        "fusor": "Fusor",
-        "generation": "NextToken SequenceKV",
-        "interfaces": "KVGeometry LayerKV LayerSink LayerSource ModelRunner ResidentLayers",
-        "precompute": "ChunkContext",
-        "prompt": "FusionResult LayerReport Prompt Segment",
-        "selectors": "SELECTORS ExplicitPositions Schedule SelectionStep Selector TopDeviation",
-    },
-)
+__getattr__ = lazy_names(__name__, __file__)

@@ -23,15 +23,4 @@ if TYPE_CHECKING:
     from .profiler import measure_profile as measure_profile
     from .storage_plan import compare_devices as compare_devices
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "controller": "LoadingController LoadingPlan",
-        "estimators": "WorkEstimator",
-        "layer_loader": "LayerLoader copied_tiers",
-        "config": "LoaderConfig",
-        "profile": "Calibration describe_device load_profile read_calibration read_profile write_calibration write_profile",
-        "profiler": "measure_profile",
-        "storage_plan": "compare_devices",
-    },
-)
+__getattr__ = lazy_names(__name__, __file__)

@@ -21,14 +21,4 @@ if TYPE_CHECKING:
     from .splitter import PlainTokenizer as PlainTokenizer
     from .splitter import Splitter as Splitter
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "config": "DEFAULT_EMBEDDER RetrieverConfig",
-        "document": "Chunk Document EmbeddedDocument ScoredChunk",
-        "embedder": "Embedder SentenceTransformerEmbedder checked_between_batches",
-        "retriever": "Retriever in_reading_order",
-        "splitter": "PlainTokenizer Splitter",
-    },
-    extra="rag",
-)
+__getattr__ = lazy_names(__name__, __file__, extra="rag")

@@ -15,13 +15,4 @@ if TYPE_CHECKING:
     from .engine.request import AnswerPlan as AnswerPlan
     from .engine.request import Timings as Timings
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "engine.blend_plan": "PlannedSegment",
-        "engine.config": "EngineConfig",
-        "engine.engine": "Engine",
-        "engine.ingest": "IngestReport",
-        "engine.request": "Answer AnswerPlan Timings",
-    },
-)
+__getattr__ = lazy_names(__name__, __file__)

@@ -30,16 +30,4 @@ if TYPE_CHECKING:
     from .tiers import Placement as Placement
     from .write_queue import DocumentVersion as DocumentVersion
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "chunk": "PASSAGES ChunkKey ChunkKV KVHandle context_digest",
-        "codecs": "LayerPair",
-        "config": "StoreConfig",
-        "kv_store": "KVStore",
-        "nvme_tier": "VerifyReport",
-        "prefix_blocks": "BLOCK_TOKENS STATE BlockChain PrefixBlocks PrefixRun",
-        "tiers": "CACHE_TIERS Placement",
-        "write_queue": "DocumentVersion",
-    },
-)
+__getattr__ = lazy_names(__name__, __file__)
