@@ -35,7 +35,7 @@ from cacheblend.retriever.index import INDEX_FILE, IndexedDocuments
 from cacheblend.retriever.passages import Passage
 from cacheblend.service.engine.chunk_context import ChunkContexts, ChunkNaming
 from cacheblend.service.engine.passages import REMEMBERED, FoundPassage, FoundPassages, locate
-from cacheblend.service.engine.prompt import Message, PromptRenderer, PromptTokens
+from cacheblend.service.engine.prompt import Message, PromptRenderer
 from cacheblend.store.tiers import AdmissionFilter
 
 from .config import ConnectorConfig
@@ -71,7 +71,7 @@ class PromptMarker:
         self, tokenizer: Any, config: ConnectorConfig, max_positions: int | None, naming: ChunkNaming, render: Render
     ) -> None:
         self._finds_passages, self._render = config.engine.find_passages, render
-        self._seen = AdmissionFilter(REMEMBERED)
+        self._seen, self._has_warned = AdmissionFilter(REMEMBERED), False
         self._plain = PlainTokenizer(tokenizer)
         self._splitter = Splitter(tokenizer, RetrieverConfig(chunk_tokens=config.engine.retriever.chunk_tokens))
         self._around_documents = PromptRenderer(tokenizer, config.engine.instruction, max_positions=max_positions)
@@ -107,8 +107,14 @@ class PromptMarker:
         if not isinstance(found, list):
             raise InputError(f'documents: give a list of objects {{"title", "text"}}, not {type(found).__name__}')
         layout = self._around_documents.chat(messages, with_chunks=True, template_kwargs=variables)
+        documents = [self.split(document) for document in found]
+        chunks = list(chain.from_iterable(documents))
+        marks = {
+            "chunks": list(pairwise(accumulate(map(len, chunks), initial=len(layout.prefix)))),
+            "documents": [number for number, document in enumerate(documents) for _ in document],
+        }
         others = {name: value for name, value in body.items() if name != "documents"}
-        return self._marked(path, others, layout, [self.split(document) for document in found])
+        return self._with_marks(path, others, [*layout.prefix, *chain.from_iterable(chunks), *layout.suffix], marks)
 
     def _variables(self, body: Mapping[str, Any]) -> dict[str, Any] | None:
         """The chat template's variables of a request, as vLLM has them: those that it knows. None for what is no object."""
@@ -127,16 +133,6 @@ class PromptMarker:
             self._ingested.put([EmbeddedDocument(checked, chunks, np.zeros((len(chunks), 1), dtype=np.float32))])
         return [chunk.token_ids for chunk in chunks]
 
-    def _marked(
-        self, path: str, body: dict[str, Any], layout: PromptTokens, documents: Sequence[Sequence[Chunk]]
-    ) -> dict[str, Any]:
-        chunks = list(chain.from_iterable(documents))
-        marks = {
-            "chunks": list(pairwise(accumulate(map(len, chunks), initial=len(layout.prefix)))),
-            "documents": [number for number, document in enumerate(documents) for _ in document],
-        }
-        return self._with_marks(path, body, [*layout.prefix, *chain.from_iterable(chunks), *layout.suffix], marks)
-
     def _with_passages(self, path: str, body: dict[str, Any], messages: Sequence[Message]) -> dict[str, Any] | None:
         """The request with passages marked that are ingested, or came in an earlier one of its salt; None if there are none.
 
@@ -144,17 +140,18 @@ class PromptMarker:
         """
         if not self._finds_passages or any(body.get(name) for name in LEFT_TO_VLLM):
             return None
-        last, salt = (
-            max((n for n, one in enumerate(messages) if one.role == "assistant"), default=-1),
-            str(body.get("cache_salt")),
-        )
+        last = max((number for number, one in enumerate(messages) if one.role == "assistant"), default=-1)
+        salt = str(body.get("cache_salt"))
         try:
             found = FoundPassages.of(((one.role, one.content) for one in messages[last + 1 :]), self._passages_in)
             texts = list(map(self._stored_text, found.passages))
             known = {one for one in set(texts) if one.is_ingested or self._seen.admits(str(hash((salt, one.token_ids))))}
             token_ids = list(self._render(path, body)) if known else []
         except Exception as error:  # vLLM says what is wrong with the request, if it is
-            logger.debug("a request is not looked through: %r", error)
+            # Another vLLM, whose renderer is called in another way, is worth a warning; one, not one a request.
+            is_new = isinstance(error, (AttributeError, TypeError)) and not self._has_warned
+            self._has_warned |= is_new
+            logger.log(logging.WARNING if is_new else logging.DEBUG, "no passages are looked for in a request: %r", error)
             return None
         located = zip(texts, locate(token_ids, ((one.token_ids, one.start) for one in texts)), strict=True)
         marks = sorted((place[:2], one._replace(start=place[2])) for one, place in located if place and one in known)

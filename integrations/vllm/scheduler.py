@@ -26,6 +26,7 @@ from cacheblend.store import PASSAGES, ChunkKey
 logger = logging.getLogger(__name__)
 PARAMS_KEY = "cacheblend"  # in vLLM's `kv_transfer_params`, of a request and of its answer
 Whole = Annotated[int, Field(strict=True, ge=0)]
+TITLE_TOKENS = 256  # that a stored text may have beside its chunk and the window: a short request brings no long text
 TOKENS = ("hit_tokens", "missed_tokens", "recomputed_tokens")  # counts of a blend that are no requests
 
 
@@ -41,9 +42,12 @@ class StoredText(NamedTuple):
     is_ingested: bool
 
     def row(self, naming: ChunkNaming, chunk: tuple[int, ...], namespace: str) -> PromptChunk:
-        """The row of a prompt's chunk that is the part; InputError for one that is not."""
+        """The row of a prompt's chunk that is the part; InputError for one that is not, or of a text that is far longer."""
         if self.token_ids[self.start : self.start + len(chunk)] != chunk:
             raise InputError(f"stored: a chunk of {len(chunk)} tokens is no part of its text from {self.start} on")
+        most = len(chunk) + naming.context.document_tokens + TITLE_TOKENS
+        if (tokens := len(self.token_ids) + sum(map(len, self.earlier))) > most:
+            raise InputError(f"stored: a text of {tokens} tokens, with what stands before it; its chunk may have {most}")
         key = naming.key(self.token_ids, self.earlier, namespace if self.is_ingested else PASSAGES + namespace)
         return PromptChunk(chunk, key, earlier=self.earlier, stored_ids=self.token_ids, start=self.start)
 

@@ -59,10 +59,17 @@ def make_marker(tokenizer: Any, tmp_path: Path) -> Iterator[Callable[..., Prompt
     """Makes a marker over the test's folder, of a vLLM that writes messages one after the other."""
     with ExitStack() as opened:
 
-        def make(own_tokenizer: Any = tokenizer, naming: ChunkNaming = NAMING, chunk_tokens: int = 64) -> PromptMarker:
+        def make(
+            own_tokenizer: Any = tokenizer,
+            naming: ChunkNaming = NAMING,
+            chunk_tokens: int = 64,
+            error: type[Exception] | None = None,
+        ) -> PromptMarker:
             config = ConnectorConfig.from_options({"store_dir": str(tmp_path), "chunk_tokens": chunk_tokens})
 
             def render(path: str, body: dict[str, Any]) -> Sequence[int]:
+                if error is not None:
+                    raise error("planted")
                 told = body["prompt"] if path == COMPLETIONS else "".join(f"{one['content']}\n" for one in body["messages"])
                 return PlainTokenizer(own_tokenizer).ids(told)
 
@@ -146,6 +153,16 @@ def test_passages_among_a_tools_results_are_marked(marker: PromptMarker, tokeniz
         results = {"role": "tool", "tool_call_id": "1", "content": json.dumps([{"text": text} for text in TRAINS])}
         marked = marker.mark(CHAT, {"messages": [QUESTION, called, results], "tools": tools})
     assert stored_texts(tokenizer, marked) == TRAINS
+
+
+@pytest.mark.parametrize(("error", "warnings"), [(TypeError, 1), (ValueError, 0)])
+def test_a_renderer_that_fails(
+    make_marker: Callable[..., PromptMarker], caplog: pytest.LogCaptureFixture, error: type[Exception], warnings: int
+) -> None:
+    """The request is left to vLLM; a renderer that is called wrongly is said once, a request that is wrong is not."""
+    marker = make_marker(error=error)
+    asked = [marker.mark(CHAT, {"messages": [with_sources("01", "Who?")]}) for _ in range(3)]
+    assert (asked, caplog.text.count("planted")) == ([None] * 3, warnings)
 
 
 @pytest.mark.parametrize("way", ["route", "folder"])

@@ -177,7 +177,7 @@ def test_unmarked_requests_are_not_touched() -> None:
 
 
 def test_a_chunk_may_be_a_part_of_what_is_stored() -> None:
-    """Its KV has the stored text's name, a passage's in a namespace of its own; tokens that the text has not are refused."""
+    """Its KV has the stored text's name, a passage's in its own namespace; other tokens and a far longer text are refused."""
     texts = [[[9, *TOKENS[5:37], 9], 1, [[8, 8]], True], [TOKENS[37:69], 0, [], False]]
     request = _Request(_marked(stored=texts))
     scheduler = _arrived(request)
@@ -186,9 +186,9 @@ def test_a_chunk_may_be_a_part_of_what_is_stored() -> None:
     names = [KEYS.key(texts[0][0], ((8, 8),)), KEYS.key(texts[1][0], (), "passages:")]
     assert (job.prompt.keys, job.prompt.token_ids) == (names, tuple(TOKENS))
     assert [(chunk.stored_ids[0], chunk.start) for chunk in job.prompt.chunks] == [(9, 1), (TOKENS[37], 0)]
-    texts[0][1] = 0
-    wrong = _Request(_marked(stored=texts))
-    assert "no part" in str(_arrived(wrong).finish(wrong))
+    for change, said in (([texts[0][0], 0, [], True], "no part"), ([texts[0][0], 1, [[8] * 355], True], "may have")):
+        wrong = _Request(_marked(stored=[change, texts[1]]))
+        assert said in str(_arrived(wrong).finish(wrong))
 
 
 def test_tenants_have_keys_of_their_own() -> None:
