@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.concurrency import run_in_threadpool
@@ -86,8 +86,6 @@ class Metrics(Collector):
             name: histogram(f"cacheblend_guard_{name}", documentation, buckets, *labels)
             for name, (documentation, buckets) in GUARD_HISTOGRAMS.items()
         }
-        full = "1 while the quality guard has every prompt computed in full, else 0."
-        self._full_recompute = Gauge("cacheblend_guard_full_recompute", full, labels, registry=self._registry)
 
     def observe(self, request: Request, how: Done | Failed | None) -> None:
         """Count a request that ended; `Scheduler` calls it."""
@@ -115,11 +113,10 @@ class Metrics(Collector):
         for tier, loaded in plan.loaded_bytes.items():
             self._loaded.labels(tier).inc(loaded)
 
-    def observe_shadow(self, tenant: str, comparison: Comparison | None, full_recompute: bool) -> None:
+    def observe_shadow(self, tenant: str, comparison: Comparison | None) -> None:
         """Count a shadow evaluation by the tenant's name and the model, never by a salt; `Scheduler` calls it."""
         labels = tenant, self._model
         self._evaluations.labels(*labels, "failed" if comparison is None else "compared").inc()
-        self._full_recompute.labels(*labels).set(full_recompute)
         for name, histogram in self._guard.items() if comparison is not None else ():
             histogram.labels(*labels).observe(getattr(comparison, name))
 

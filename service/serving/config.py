@@ -14,8 +14,8 @@ GUARD = "Quality guard"
 class ServingConfig:
     """Limits of a `Scheduler`, and its quality guard (`QualityGuard`).
 
-    By default one blended request in a hundred is compared with full prefill, while nothing else runs, and the result is only
-    reported: which agreement is good enough differs by model and by use, so `guard_floor` is the operator's to set.
+    By default one blended request in a hundred is compared with full prefill, while nothing else runs, and the result is
+    reported: which agreement is good enough differs by model and by use.
 
     Args:
         turn_s: seconds after which a prompt that is not prefilled waits for the other tenants' turns.
@@ -32,11 +32,6 @@ class ServingConfig:
     deadline_s: float = option(300.0, "Seconds from arrival after which a request is given up; so is an upload not begun.")
     grace_s: float = option(30.0, "Seconds in which running requests may end when the service stops; uploads have half of it.")
     guard_share: float = option(0.01, "Share, 0 to 1, of blended requests compared with full prefill when idle.", panel=GUARD)
-    guard_floor: float = option(
-        0.0,
-        "Least mean agreement, 0 to 1; below it prompts are recomputed in full until they agree again. 0 only reports.",
-        panel=GUARD,
-    )
     turn_s: float = 1.0
     guard_tokens: int = 8
     guard_window: int = 20
@@ -48,7 +43,4 @@ class ServingConfig:
             value = getattr(self, name)
             if not is_number(value) or value < 0 or (value == 0 and name != "grace_s"):
                 raise ConfigError(name, value, f"seconds, {least}")
-        for name in ("guard_share", "guard_floor"):
-            check_share(name, getattr(self, name))
-        if self.guard_floor and not self.guard_share:
-            raise ConfigError("guard_floor", self.guard_floor, "0 where guard_share=0, since nothing is checked then")
+        check_share("guard_share", self.guard_share)

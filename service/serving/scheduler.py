@@ -154,7 +154,6 @@ class Scheduler:
         self._turn_ends = 0.0
         self._shadow = ShadowEvaluation(
             share=self.config.guard_share,
-            floor=self.config.guard_floor,
             window=self.config.guard_window,
             tokens=self.config.guard_tokens,
             observer=shadow_observer,

@@ -78,7 +78,6 @@ def test_file_flag_and_variable(served: list[Any], tmp_path: Path) -> None:
         ("guard_share = 1.5", ConfigError, "from 0 to 1"),
         ("guard_window = 3", ConfigError, "guard_share"),
         ('preset = "quick"', ConfigError, "exact, high, balanced, fast"),
-        ("guard_share = 0\nguard_floor = 0.9", ConfigError, "nothing is checked"),
         ("port = 70000", ConfigError, "65535"),
         ('cors_origins = ["example.org"]', ConfigError, "https://example.org"),
         ("[tenants.acme]", ConfigError, "api-key"),

@@ -154,10 +154,8 @@ def test_an_open_address_is_warned_of(
 
 
 def test_what_the_guard_finds(model_dir: Path, tmp_path: Path) -> None:
-    """Counters and `/v1/store` show shadow evaluations and full recompute by tenant, and never by salt; here every blended
-    request is checked against a floor that cannot be met.
-    """
-    limits = ServingConfig(guard_share=1.0, guard_floor=1.0, guard_tokens=40, guard_window=1)
+    """Counters and `/v1/store` show shadow evaluations by tenant, and never by salt; here every blended request is checked."""
+    limits = ServingConfig(guard_share=1.0, guard_tokens=40, guard_window=1)
     one, two = bearer("one"), bearer("two")
     with (
         serving_tenants(["one", "two"], model_dir, tmp_path, limits) as (_, address),
@@ -165,21 +163,20 @@ def test_what_the_guard_finds(model_dir: Path, tmp_path: Path) -> None:
     ):
         assert client.post("/v1/documents?wait=true", json={"documents": DOCUMENTS}, headers=one).status_code == 201
 
-        def ask(checked: int, **options: object) -> float | None:
-            answer = client.post("/v1/chat/completions", json={**CHAT, **options}, headers=one).json()
+        def ask(checked: int, **options: object) -> None:
+            assert client.post("/v1/chat/completions", json={**CHAT, **options}, headers=one).status_code == 200
             wait_until(lambda: client.get("/v1/store", headers=one).json()["quality"]["evaluated"] >= checked)
-            return answer["cacheblend"]["recompute_ratio"]
 
-        assert [ask(number) for number in (1, 2, 3)] == [0.15, None, None]
-        assert ask(3, cache_salt="secret-salt") is None
+        for number in (1, 2, 3):
+            ask(number)
+        ask(3, cache_salt="secret-salt")
         first, second = (client.get("/v1/store", headers=headers).json()["quality"] for headers in (one, two))
         metrics = client.get("/metrics").text
-    assert (first["full_recompute"], first["floor"]) == (True, 1.0)
-    assert (second["full_recompute"], second["evaluated"], second["agreement"]) == (False, 0, None)
+    assert (first["evaluated"], first["agreement"] < 1) == (3, True)
+    assert (second["evaluated"], second["agreement"]) == (0, None)
     labels = f'model="{MODEL}",namespace="one"'
     for name, value in (
         (f'shadow_evaluations_total{{{labels},outcome="compared"}}', 3.0),
-        (f"guard_full_recompute{{{labels}}}", 1.0),
         *((f"guard_{name}_count{{{labels}}}", 3.0) for name in ("agreement", "first_token_kl_nats", "relative_kv_error")),
     ):
         assert f"cacheblend_{name} {value}" in metrics, name

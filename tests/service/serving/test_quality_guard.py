@@ -1,19 +1,15 @@
-"""Shadow evaluation: the comparison with full prefill, and the guard that switches to full recompute and back."""
+"""Shadow evaluation: the comparison with full prefill."""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from engines import DOCUMENTS, QUESTION, OpenEngine, key_of
-from hypothesis import given
-from hypothesis import strategies as st
+from engines import QUESTION, key_of
 from served import Client, serve
 from waiting import wait_until
 
@@ -25,38 +21,13 @@ from cacheblend.service.serving.quality_guard import QualityGuard
 from cacheblend.service.serving.scheduler import Scheduler, ServingConfig
 
 
-def see(guard: QualityGuard, *agreements: float) -> list[bool]:
-    """Which comparisons switch the guard; each one's divergence is twice its agreement."""
-    seen = (Comparison(agreement=one, first_token_kl_nats=2 * one, relative_kv_error=0.0) for one in agreements)
-    return list(map(guard.record, seen))
-
-
-def test_a_window_at_the_floor_passes() -> None:
-    """As long as the mean of the last window is the floor or above, prompts are blended; the oldest comparison is forgotten."""
-    guard = QualityGuard(floor=0.5, window=4)
-    assert guard.status()["first_token_kl_nats"] is None
-    assert not any(see(guard, 1, 0, 1, 0, 1, 0, 1, 0))
-    assert (guard.status()["agreement"], guard.status()["first_token_kl_nats"]) == (0.5, 1.0)
-    assert see(guard, 0) == [True]  # 0 1 0 0
-    assert guard.full_recompute
-
-
-def test_switching_back() -> None:
-    """Full recompute ends with the first full window that passes; each switch begins a new window."""
-    guard = QualityGuard(floor=0.9, window=2)
-    assert see(guard, 0, 0) == [False, True]
-    assert (guard.full_recompute, guard.status()["agreement"]) == (True, None)
-    assert see(guard, 0.5, 0.9, 0.9) == [False, False, True]
-    assert not guard.full_recompute
-    assert guard.status()["evaluated"] == 5
-
-
-@given(st.lists(st.floats(0, 1), max_size=60), st.integers(1, 5))
-def test_a_floor_of_zero_only_reports(seen: list[float], window: int) -> None:
-    """Whatever is seen, without a floor nothing switches."""
-    guard = QualityGuard(0.0, window)
-    assert not any(see(guard, *seen))
-    assert guard.status()["evaluated"] == len(seen)
+def test_the_means_are_over_the_last_window() -> None:
+    """The oldest comparison is forgotten, and all are counted."""
+    guard = QualityGuard(window=4)
+    assert guard.status() == {"evaluated": 0, "agreement": None, "first_token_kl_nats": None}
+    for agreement in (1, 1, 1, 0, 1, 0):
+        guard.record(Comparison(agreement=agreement, first_token_kl_nats=2 * agreement, relative_kv_error=0.0))
+    assert guard.status() == {"evaluated": 6, "agreement": 0.5, "first_token_kl_nats": 1.0}
 
 
 class Report(NamedTuple):
@@ -64,7 +35,6 @@ class Report(NamedTuple):
 
     tenant: str
     comparison: Comparison | None
-    full_recompute: bool
 
 
 Reports = list[Report]
@@ -76,9 +46,9 @@ def reports() -> Reports:
 
 
 @contextmanager
-def guarded(engine: Engine, reports: Reports, *, guard_tokens: int = 8, guard_floor: float = 0.0) -> Iterator[Scheduler]:
+def guarded(engine: Engine, reports: Reports, *, guard_tokens: int = 8) -> Iterator[Scheduler]:
     """A scheduler that compares every blended request, with a window of one."""
-    config = ServingConfig(guard_share=1.0, guard_floor=guard_floor, guard_tokens=guard_tokens, guard_window=1)
+    config = ServingConfig(guard_share=1.0, guard_tokens=guard_tokens, guard_window=1)
     with Scheduler(engine.fusor, config, shadow_observer=lambda *report: reports.append(Report(*report))) as scheduler:
         yield scheduler
 
@@ -114,58 +84,27 @@ def test_a_check_is_the_comparison_with_full_prefill(engine: Engine, reports: Re
     assert served.relative_kv_error == pytest.approx(relative_kv_error(*caches), rel=1e-3)
     assert served.relative_kv_error > 0
     assert len(reports) == 1
-    assert (quality["evaluated"], quality["agreement"], quality["full_recompute"]) == (1, served.agreement, False)
-
-
-def test_full_recompute_until_answers_agree(
-    engine: Engine, open_engine: OpenEngine, tmp_path: Path, reports: Reports, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Below the floor prompts are recomputed in full and blended in the shadow; at the floor they are blended again."""
-    caplog.set_level(logging.WARNING)
-
-    exact = open_engine(store_dir=tmp_path / "exact", recompute_ratio=1.0)
-    exact.ingest(DOCUMENTS)
-
-    def method(scheduler: Scheduler, engine: Engine = engine) -> str:
-        return str(ask(engine, scheduler, reports, max_tokens=2).answer.plan.method)
-
-    with guarded(engine, reports, guard_floor=1.0, guard_tokens=40) as scheduler:
-        assert [method(scheduler) for _ in range(3)] == ["blend", "full_recompute", "full_recompute"]
-        assert scheduler.quality("")["full_recompute"]
-        assert [report.full_recompute for report in reports] == [True] * 3
-        first, second, third = (report.comparison for report in reports)
-        assert first is not None
-        assert second == third
-        assert second is not None
-        assert second.agreement == first.agreement < 1
-        assert method(scheduler, exact) == "full_recompute"
-        assert not scheduler.quality("")["full_recompute"]
-        assert method(scheduler, exact) == "blend"
-    assert caplog.text.count("agree too little") == caplog.text.count("agree again") == 1
+    assert (quality["evaluated"], quality["agreement"]) == (1, served.agreement)
 
 
 @pytest.mark.parametrize("options", [{"method": "full_reuse"}, {"method": "full_recompute"}, {"recompute_ratio": 0.15}])
-def test_what_the_caller_chose_is_not_changed(engine: Engine, reports: Reports, options: dict[str, object]) -> None:
-    """Requests with another method, or with a ratio of the caller's own, are neither compared nor switched."""
-    with guarded(engine, reports, guard_floor=1.0, guard_tokens=40) as scheduler:
+def test_what_the_caller_chose_is_not_compared(engine: Engine, reports: Reports, options: dict[str, object]) -> None:
+    """Requests with another method, or with a ratio of the caller's own, are not compared."""
+    with guarded(engine, reports) as scheduler:
+        serve(engine, scheduler, QUESTION, num_chunks=4, **options).result()
         ask(engine, scheduler, reports)
-        assert scheduler.quality("")["full_recompute"]
-        plan = serve(engine, scheduler, QUESTION, num_chunks=4, **options).result().answer.plan
-        assert plan.method == options.get("method", "blend")
-        ask(engine, scheduler, reports)
-    assert len(reports) == 2
+    assert len(reports) == 1
 
 
-def test_tenants_are_judged_by_their_own(engine: Engine, reports: Reports) -> None:
-    """One tenant's prompts are not recomputed for what another's answers are."""
-    with guarded(engine, reports, guard_floor=1.0, guard_tokens=40) as scheduler:
+def test_tenants_are_counted_by_their_own(engine: Engine, reports: Reports) -> None:
+    """One tenant's comparisons are not another's, and a prompt of which no chunk was stored is not compared."""
+    with guarded(engine, reports) as scheduler:
         serve(engine, scheduler, QUESTION, num_chunks=4, tenant="one", cache_salt="salt").result()
         engine.drain()
-        assert not reports  # no chunk was stored, so nothing was blended
+        assert not reports
         ask(engine, scheduler, reports, tenant="one", cache_salt="salt")
-        assert [scheduler.quality(tenant)["full_recompute"] for tenant in ("one", "two")] == [True, False]
-        assert ask(engine, scheduler, reports, tenant="two").answer.plan.recompute_ratio == 0.15
-    assert {report.tenant for report in reports} == {"one", "two"}
+        assert [scheduler.quality(tenant)["evaluated"] for tenant in ("one", "two")] == [1, 0]
+    assert {report.tenant for report in reports} == {"one"}
 
 
 def test_checks_wait_for_an_idle_moment(engine: Engine, reports: Reports) -> None:
