@@ -338,10 +338,6 @@ class Request:
         assert self.decoding is not None
         return self.decoding.token_ids[-1]
 
-    def fresh(self, method: str) -> Request:
-        """A copy of the question for another method, not prefilled."""
-        return replace(self, method=method)
-
     def follow(self, index: int) -> Request:
         """Another choice of this request's prompt, whose seed is `index` more; see `leader`."""
         seed = self.asked.seed

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import check_share, check_whole, is_number, option
 
-GUARD = "Quality guard"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingConfig:
-    """Limits of a `Scheduler`, and its quality guard (`QualityGuard`).
+    """Limits of a `Scheduler`, and its quality guard (`ShadowEvaluation`).
 
     By default one blended request in a hundred is compared with full prefill, while nothing else runs, and the result is
     reported: which agreement is good enough differs by model and by use.
@@ -31,7 +29,7 @@ class ServingConfig:
     max_uploads: int = option(8, "Uploads of a tenant that may wait or run; the next one is refused.")
     deadline_s: float = option(300.0, "Seconds from arrival after which a request is given up; so is an upload not begun.")
     grace_s: float = option(30.0, "Seconds in which running requests may end when the service stops; uploads have half of it.")
-    guard_share: float = option(0.01, "Share, 0 to 1, of blended requests compared with full prefill when idle.", panel=GUARD)
+    guard_share: float = option(0.01, "Share, 0 to 1, of blends compared with full prefill when idle.", panel="Quality guard")
     turn_s: float = 1.0
     guard_tokens: int = 8
     guard_window: int = 20

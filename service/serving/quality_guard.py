@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator
 from statistics import fmean
 from typing import Any
@@ -19,30 +19,6 @@ logger = logging.getLogger(__name__)
 ShadowObserver = Callable[[str, Comparison | None], None]
 
 
-class QualityGuard:
-    """The last comparisons of one tenant's blended prompts. One thread records; `status` may be called from others.
-
-    Args:
-        window: comparisons that the means are over.
-    """
-
-    def __init__(self, window: int) -> None:
-        self._last: deque[Comparison] = deque(maxlen=window)
-        self._evaluated = 0
-
-    def record(self, comparison: Comparison) -> None:
-        """Add a comparison."""
-        self._evaluated += 1
-        self._last.append(comparison)
-
-    def status(self) -> dict[str, Any]:
-        """Comparisons since the start; the window's means, None before its first; fields of `GET /v1/store`."""
-        last = self._last.copy()
-        names = "agreement", "first_token_kl_nats"
-        means = {name: fmean(getattr(one, name) for one in last) if last else None for name in names}
-        return {"evaluated": self._evaluated, **means}
-
-
 class ShadowEvaluation:
     """Compares sampled requests with full prefill, for each tenant by itself; belongs to the scheduler's thread.
 
@@ -50,15 +26,15 @@ class ShadowEvaluation:
 
     Args:
         share: of blended requests that are sampled.
-        window: see `QualityGuard`.
+        window: last comparisons that a tenant's means are over.
         tokens: first greedy tokens that are compared.
         observer: of every comparison.
     """
 
     def __init__(self, *, share: float, window: int, tokens: int, observer: ShadowObserver) -> None:
         self._share, self._tokens, self._observer = share, tokens, observer
-        self._window = window
-        self._guards: dict[str, QualityGuard] = {}
+        self._last = defaultdict[str, deque[Comparison]](lambda: deque(maxlen=window))  # by tenant
+        self._evaluated = Counter[str]()
         self._sampled: Request | None = None  # from its prefill to the end of its comparison
         self._steps: Generator[object, None, Comparison] | None = None
 
@@ -67,9 +43,12 @@ class ShadowEvaluation:
         """Whether a comparison waits or has begun."""
         return self._steps is not None
 
-    def guard(self, tenant: str) -> QualityGuard:
-        """The tenant's guard, made at its first use. Thread-safe."""
-        return self._guards.setdefault(tenant, QualityGuard(self._window))
+    def status(self, tenant: str) -> dict[str, Any]:
+        """A tenant's comparisons since the start; the window's means, None before its first. Thread-safe."""
+        last = tuple(self._last.get(tenant, ()))
+        names = "agreement", "first_token_kl_nats"
+        means = {name: fmean(getattr(one, name) for one in last) if last else None for name in names}
+        return {"evaluated": self._evaluated[tenant], **means}
 
     def admit(self, request: Request) -> None:
         """Sample some requests before their prefill."""
@@ -118,7 +97,8 @@ class ShadowEvaluation:
         assert self._sampled is not None
         tenant = self._sampled.tenant
         if comparison is not None:
-            self.guard(tenant).record(comparison)
+            self._last[tenant].append(comparison)
+            self._evaluated[tenant] += 1
         try:
             self._observer(tenant, comparison)
         except Exception:  # requests go on

@@ -207,8 +207,8 @@ class Scheduler:
             return SchedulerState(waiting, len(self._running) - decoding, decoding)
 
     def quality(self, tenant: str) -> dict[str, Any]:
-        """How a tenant's blended prompts compare with full prefill; see `QualityGuard.status`."""
-        return self._shadow.guard(tenant).status()
+        """How a tenant's blended prompts compare with full prefill; see `ShadowEvaluation.status`."""
+        return self._shadow.status(tenant)
 
     @property
     def is_alive(self) -> bool:

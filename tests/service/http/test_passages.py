@@ -205,7 +205,7 @@ def test_recipes(served: tuple[Engine, str, list[Request]], recipe: Recipe) -> N
     assert len(requests) == 3
     assert reused(requests[2]) >= 0.9 * tokens
     blended = engine.complete(replace(requests[2], recompute_ratio=1.0))
-    exact = engine.complete(requests[2].fresh("full_recompute"))
+    exact = engine.complete(replace(requests[2], method="full_recompute"))
     assert blended.plan.hits == len(TEXTS)
     assert blended.plan.cached_tokens >= 0.9 * tokens
     torch.testing.assert_close(blended.first_logits, exact.first_logits)
