@@ -26,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size, get_tp_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.linear import LinearBase
 
 from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.blend import KVGeometry, LayerKV
@@ -176,7 +177,8 @@ class VllmRunner:
         self.windows: list[int | None] = [_window(own, self._hf_config) for own in self.attentions[: self.geometry.layers]]
         self.vocab_size = int(self._hf_config.vocab_size)
         self.max_positions: int | None = getattr(self._hf_config, "max_position_embeddings", None)
-        self.layer_parameters = self.ranks * sum(parameter.numel() for parameter in layers[-1].parameters())
+        linear = [part for part in layers[-1].modules() if isinstance(part, LinearBase)]  # whose weights may be packed away
+        self.layer_parameters = sum(part.input_size * part.output_size for part in linear)
         self.cpu_attention: CpuAttention | None = None
         self._hidden_size = int(self._hf_config.hidden_size)
         with torch.inference_mode():
