@@ -15,7 +15,7 @@ else:
 
 DEFAULT_RATIO = 0.14  # r*; the paper's is 0.15, see `FusionConfig`
 DOCUMENT_TOKENS = 2048  # of the windows in which a document is read, see `ChunkContext`
-SELECTOR_NAMES = ("question_attention", "gradual", "single_shot", "first_tokens", "random")
+SELECTOR_NAMES = ("question_attention", "gradual", "single_shot", "first_tokens")
 DEFAULT_SELECTOR = "question_attention"
 
 
@@ -32,7 +32,7 @@ class FusionConfig:
         selector: one of `SELECTORS`, or any `Selector`; None for `DEFAULT_SELECTOR`, or in an engine for the calibrated one.
             "question_attention": tokens of the question's highest attention; it won on pretrained models
             (docs/benchmarks.md). "gradual": the paper's HKVD tokens (§4.3, figure 9); "single_shot": HKVD tokens chosen at
-            layer 1 for all layers; "first_tokens": EPIC's; "random": the control.
+            layer 1 for all layers; "first_tokens": EPIC's.
         max_loss_nats: the first token's distribution may move by so much between full reuse and a blend at `recompute_ratio`;
             where it moves further, the blend is widened (blend/widening.py). None: never. For "question_attention" only.
 

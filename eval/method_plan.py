@@ -15,7 +15,6 @@ _NAMED = {
     "blend_hkvd": "gradual",
     "blend_single_shot": "single_shot",
     "epic": "first_tokens",
-    "random_tokens": "random",
 }
 SELECTOR_OF_METHOD = {**_NAMED, **{f"blend_{name}": name for name in SELECTOR_NAMES if name not in _NAMED.values()}}
 METHOD_OF_SELECTOR = {selector: name for name, selector in reversed(SELECTOR_OF_METHOD.items())}

@@ -10,7 +10,6 @@ from cacheblend.base.options import check_whole, is_number, option
 
 DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
 SEPARATOR = "\n\n"  # text after every chunk, tokenised together with it
-RETRIEVALS = ("hybrid", "dense")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +27,6 @@ class RetrieverConfig:
         None,
         "Bytes that texts, token ids and vectors may take in the index; documents beyond them are refused. Left out, no bound.",
     )
-    retrieval: str = option(
-        "hybrid",
-        "How chunks are found: by meaning (dense), or by meaning and words (hybrid: BM25), the ranks of both fused.",
-        choices=RETRIEVALS,
-    )
     search_rounds: int = option(2, "1, or 2: a third of the chunks by names in the best document, for questions over two.")
     min_score: float | None = option(None, "Leave out chunks whose cosine similarity with the question, -1 to 1, is below it.")
 
@@ -42,9 +36,8 @@ class RetrieverConfig:
         if self.directory is not None and not isinstance(self.directory, Path):
             raise ConfigError("directory", self.directory, "a path, or None for memory")
         check_whole("chunk_tokens", self.chunk_tokens)
-        for name, choices in (("retrieval", RETRIEVALS), ("search_rounds", (1, 2))):
-            if (value := getattr(self, name)) not in choices:
-                raise ConfigError(name, value, f"one of {', '.join(map(str, choices))}")
+        if self.search_rounds not in (1, 2):
+            raise ConfigError("search_rounds", self.search_rounds, "1 or 2")
         if not isinstance(self.embedder, str) or not self.embedder.strip():
             raise ConfigError("embedder", self.embedder, "name or path of a model of sentence-transformers")
         if self.index_budget_bytes is not None:

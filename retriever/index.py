@@ -229,12 +229,12 @@ class SearchIndex:
     The first question reads all of the catalog (a second for 4 MB of text), a later one what has changed since.
     """
 
-    def __init__(self, catalog: Catalog, *, by_words: bool) -> None:
+    def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._generation = -1  # of the catalog that the indexes show; -1 is nothing yet
         self._shown: set[int] = set()  # index ids of its chunks
         self._vectors: VectorIndex | None = None  # None before the first document
-        self.words = WordIndex() if by_words else None  # None without a search by words
+        self.words = WordIndex()
 
     def current(self) -> VectorIndex | None:
         """Bring both up to date, in a snapshot of the catalog; returns that of vectors, None before the first document.
@@ -248,8 +248,7 @@ class SearchIndex:
             gone = self._shown - ids
             last = max(self._shown, default=0)  # no id is used twice: new ones are beyond it
             vectors = self._catalog.vectors(last)
-            if self.words is not None:
-                self.words.update(gone, self._catalog.texts(last))  # all or nothing, and after it nothing fails
+            self.words.update(gone, self._catalog.texts(last))  # all or nothing, and after it nothing fails
             if dimensions is not None:
                 if self._vectors is None or self._vectors.dimensions != dimensions:
                     self._vectors = VectorIndex(dimensions)
@@ -260,8 +259,7 @@ class SearchIndex:
 
     def close(self) -> None:
         """Free the memory; a second call does nothing."""
-        if self.words is not None:
-            self.words.close()
+        self.words.close()
 
 
 def in_words(text: str) -> str:

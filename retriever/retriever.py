@@ -77,7 +77,7 @@ class Retriever(IndexedDocuments):
         settings["chunk_tokens"] = str(config.chunk_tokens)
         file = None if config.directory is None else config.directory / INDEX_FILE
         super().__init__(Catalog(file, settings, config.index_budget_bytes))
-        self._index = SearchIndex(self._catalog, by_words=config.retrieval != "dense")
+        self._index = SearchIndex(self._catalog)
         self._places: dict[tuple[str, str], Sequence[ChunkPlace]] = {}  # by document and version
 
     def add(
@@ -201,7 +201,7 @@ class Retriever(IndexedDocuments):
             return 0 if index is None else len(index)
 
     def search(self, question: str, num_chunks: int, filter: Mapping[str, Any] | None = None) -> list[ScoredChunk]:
-        """The `num_chunks` best chunks for a question, or as many as there are, best first; see `RetrieverConfig.retrieval`.
+        """The `num_chunks` best chunks for a question, or as many as there are, best first; see `RetrieverConfig`.
 
         `min_score` drops chunks below it, perhaps all. With a filter, see `MetadataFilter.of`, only chunks of documents whose
         metadata meet it are found, perhaps none.
@@ -281,15 +281,12 @@ class Retriever(IndexedDocuments):
             return []
         # 1. Rank by meaning and by words, each list longer than what is wanted, and fuse the ranks.
         candidates = min(max(CANDIDATES, num_chunks), size)
-        rankings = [index.search(vector_D, candidates, among)]
-        if words is not None:
-            rankings.append(words.search(question, candidates, among))
-            # Numbers and codes name a row among rows that have everything else in common with it.
-            codes = " ".join(word for word in WORD.findall(question) if _CODE.match(word))
-            rankings.append(words.search(codes, candidates, among))
-        best = fuse_rankings(rankings)
+        # Numbers and codes name a row among rows that have everything else in common with it.
+        codes = " ".join(word for word in WORD.findall(question) if _CODE.match(word))
+        by_words = (words.search(text, candidates, among) for text in (question, codes))
+        best = fuse_rankings([index.search(vector_D, candidates, among), *by_words])
         # 2. The names in the best document's chunks lead to those that a question over two documents does not name.
-        if words is not None and self.config.search_rounds == 2 and 1 < count < len(best):
+        if self.config.search_rounds == 2 and 1 < count < len(best):
             first = best[: max(1, round(FIRST_ROUND_SHARE * count))]
             chunks = [self._catalog.chunk(id_) for id_ in first]
             texts = [chunk.text for chunk in chunks if chunk.document_id == chunks[0].document_id]

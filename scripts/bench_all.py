@@ -29,7 +29,7 @@ SEARCH, PAGE = SCRIPTS / "measure_retrieval.py", SCRIPTS.parent / "docs" / "benc
 SETS = {"squad_shared": (6, 100), "hotpotqa": (10, 50), "2wikimqa_dev": (10, 89), "musique_dev": (12, 40)}  # passages, cases
 DRAWN = ("hotpotqa", "squad_shared")
 RATIOS = (0.05, 0.1, DEFAULT_RATIO, 0.2, 0.3, 0.5)
-WAYS = ("dense", "hybrid", "hybrid, 2 rounds")
+WAYS = ("hybrid", "hybrid, 2 rounds")
 TABLES = ("quality", "ratio", "ttft", "ingest", "retrieval")
 WAYS_TO_BLEND = ("balanced", "blend", "blend_hkvd")
 COMPUTE, KL, NLL = "compute_share", "first_token_kl_nats", "gold_nll_over_full_nats"
@@ -133,7 +133,7 @@ class Bench:
             found = run(SEARCH, self.data / DATA_SETS[name].file, *words)
             recalls = [f"{found[way]['recall']}, {found[way]['all']}" for way in WAYS]
             rows.append((f"{name}, {found['passages']:,}, {found['questions']}", *recalls))
-        return table("set, passages, questions|meaning|meaning and words|two rounds (default)", rows)
+        return table("set, passages, questions|meaning and words|two rounds (default)", rows)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Recall of the ways to search: dense, hybrid, and hybrid with a second round, over the passages of a data set.
+"""Recall of the ways to search: hybrid, and hybrid with a second round, over the passages of a data set.
 
     python scripts/measure_retrieval.py 2wikimqa_sharedcorpus1000.jsonl.gz --cases 300
     python scripts/measure_retrieval.py FILE --answers --model smollm2-135m --chunk-tokens 512 --out rows.jsonl
@@ -56,7 +56,6 @@ from cacheblend.service.engine.engine import Engine
 from cacheblend.store import StoreConfig
 
 WAYS: dict[str, dict[str, Any]] = {
-    "dense": {"retrieval": "dense"},
     "hybrid": {"search_rounds": 1},
     "hybrid, 2 rounds": {"search_rounds": 2},
 }

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from .deviation import TopDeviation as TopDeviation
 from .position import ExplicitPositions as ExplicitPositions
-from .position import FirstTokens, RandomTokens
+from .position import FirstTokens
 from .question_attention import QuestionAttention as QuestionAttention
 from .selector import Schedule as Schedule
 from .selector import SelectionStep as SelectionStep
@@ -19,5 +19,4 @@ SELECTORS: dict[str, Callable[[float], Selector]] = {
     "gradual": lambda ratio: TopDeviation(ratio, Schedule(0.3)),
     "single_shot": lambda ratio: TopDeviation(ratio, Schedule(0.0)),
     "first_tokens": FirstTokens,
-    "random": RandomTokens,
 }

@@ -1,4 +1,4 @@
-"""Positions choose the tokens: the first of every chunk, random ones, given ones."""
+"""Positions choose the tokens: the first of every chunk, or given ones."""
 
 from __future__ import annotations
 
@@ -16,14 +16,6 @@ class FirstTokens(SingleShotSelector):
 
     def score(self, step: SelectionStep) -> torch.Tensor:
         return 1 / (1 + step.offset_C)
-
-
-class RandomTokens(SingleShotSelector):
-    """Random tokens, seeded by the number of candidates, so that a prompt's choice repeats: the control."""
-
-    def score(self, step: SelectionStep) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(len(step.candidates_C))
-        return torch.rand(len(step.candidates_C), generator=generator)
 
 
 class ExplicitPositions:

@@ -42,7 +42,7 @@ def test_a_run_prints_one_object(run: Run, model_dir: Path, tmp_path: Path) -> N
 
 def test_a_data_set_runs_every_method(run: Run, model_dir: Path, tmp_path: Path) -> None:
     """A set from its file, by every method and several ratios, in both presets."""
-    at_a_ratio = ("blend", "blend_hkvd", "blend_single_shot", "epic", "random_tokens")
+    at_a_ratio = ("blend", "blend_hkvd", "blend_single_shot", "epic")
     every = ",".join(("full_recompute", "prefix_cache", "full_reuse", "balanced", "high", *at_a_ratio))
     write(tmp_path, "musique", [case(index) for index in range(2)])
     common = ("--data", tmp_path, "--model", model_dir, "--max-tokens", 2, "--json")
@@ -95,7 +95,7 @@ def test_usage_errors_exit_with_2(run: Run, model_dir: Path, tmp_path: Path) -> 
     for arguments, says in (
         (("trivia",), "one of musique"),
         (("musique", "--data", tmp_path, "--model", "./no/model"), "config.json"),
-        (("musique", "--data", tmp_path, "--model", model_dir, "--methods", "magic"), "random_tokens"),
+        (("musique", "--data", tmp_path, "--model", model_dir, "--methods", "magic"), "blend_single_shot"),
         (("musique", "--data", tmp_path, "--model", model_dir, "--ratios", "0.1,lots"), "separated by commas"),
         (("musique", "--data", tmp_path, "--model", model_dir, "--cases", "0"), "cases"),
         (("musique", "--data", tmp_path, "--model", model_dir, "--max-tokens", "0"), "at least 1"),

@@ -67,7 +67,7 @@ def test_each_method_recomputes_its_share(answers: dict[str, MethodAnswer], requ
     question = len(request_.prompt.suffix)
     reusable = sum(map(len, request_.prompt.chunk_ids))
     assert answers["full_reuse"].recomputed_tokens == question
-    for name in ("blend", "blend_hkvd", "blend_single_shot", "random_tokens"):
+    for name in ("blend", "blend_hkvd", "blend_single_shot", "epic"):
         assert answers[name].recomputed_tokens == pytest.approx(question + 0.3 * reusable, abs=1)
     epic = answers["epic"].fused
     start = len(request_.prompt.prefix)
@@ -77,9 +77,9 @@ def test_each_method_recomputes_its_share(answers: dict[str, MethodAnswer], requ
 
 def test_recomputing_mends_the_kv(fusor: Fusor, resident: ResidentRequest, answers: dict[str, MethodAnswer]) -> None:
     """HKVD tokens leave less deviation than full reuse and than random tokens, and every blend none at ratio 1."""
-    left = {name: _deviation(answers[name], answers) for name in ("full_reuse", "blend_hkvd", "random_tokens")}
-    assert left["blend_hkvd"] < left["random_tokens"] < left["full_reuse"]
-    (none,) = make_methods(plan_methods(["random_tokens"], [0.0]), fusor).values()
+    left = {name: _deviation(answers[name], answers) for name in ("full_reuse", "blend_hkvd", "epic")}
+    assert left["blend_hkvd"] < left["epic"] < left["full_reuse"]
+    (none,) = make_methods(plan_methods(["epic"], [0.0]), fusor).values()
     assert _deviation(none.answer(resident, 1), answers) == pytest.approx(left["full_reuse"])
     (whole,) = make_methods(plan_methods(["blend"], [1.0]), fusor).values()
     assert _deviation(whole.answer(resident, 1), answers) < 1e-9
@@ -89,7 +89,7 @@ def test_bytes_loaded_leave_layer_0_out_where_it_runs(answers: dict[str, MethodA
     """Selectors by KV deviation load all layers but the first of every chunk; full reuse and other selectors load all."""
     head = 0 if resident.head_kv is None else resident.head_kv.nbytes
     chunks = sum(kv.nbytes for kv in resident.chunk_kv() if kv is not None)
-    for name in ("full_reuse", "epic", "blend", "random_tokens"):
+    for name in ("full_reuse", "epic", "blend"):
         assert answers[name].loaded_bytes == head + chunks
     for name in ("blend_hkvd", "blend_single_shot"):
         assert answers[name].loaded_bytes == head + chunks * 3 // 4

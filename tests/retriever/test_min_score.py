@@ -22,15 +22,14 @@ def open_retriever(**settings: object) -> Retriever:
     return retriever
 
 
-@pytest.mark.parametrize("retrieval", ["dense", "hybrid"])
-def test_chunks_below_the_score_are_left_out(retrieval: str) -> None:
+def test_chunks_below_the_score_are_left_out() -> None:
     """The score is the cosine similarity, also of what its words have found; what is below is left out, if need be all."""
-    with open_retriever(retrieval=retrieval) as retriever:
+    with open_retriever() as retriever:
         every = retriever.search(QUESTION, 12)
     for hit in every:
         assert hit.score == pytest.approx(1 - hit.distance / 2)
     least = sorted(hit.score for hit in every)[6]
     for threshold, expected in ((least, [hit for hit in every if hit.score >= least]), (1, [])):
-        with open_retriever(retrieval=retrieval, min_score=threshold) as retriever:
+        with open_retriever(min_score=threshold) as retriever:
             found = retriever.search(QUESTION, 12)
         assert [hit.chunk.document_id for hit in found] == [hit.chunk.document_id for hit in expected]
