@@ -59,9 +59,11 @@ class FusionConfig:
             raise ConfigError("recompute_ratio", ratio, "a number from 0 to 1")
         if nats is not None and (isinstance(nats, bool) or not isinstance(nats, int | float) or not nats > 0):
             raise ConfigError("max_loss_nats", nats, "a number above 0; recompute_ratio=1 loses nothing")
-        named = isinstance(self.selector, str | None)
-        if self.selector not in (None, *SELECTOR_NAMES) if named else not hasattr(self.selector, "select"):
-            raise ConfigError("selector", self.selector, f"one of {', '.join(SELECTOR_NAMES)}, or a Selector")
+        if self.selector not in (None, *SELECTOR_NAMES) and not hasattr(self.selector, "select"):
+            from .selectors import SELECTORS
+
+            if self.selector not in [*SELECTORS]:  # where somebody has put one of his own
+                raise ConfigError("selector", self.selector, f"one of {', '.join(SELECTORS)}, or a Selector")
 
     @property
     def schedule(self) -> Schedule:

@@ -104,7 +104,7 @@ class Fusor:
         self._runner, self.fingerprint, self.max_positions = runner, fingerprint, runner.max_positions
         self.rope_border: int | None = getattr(runner, "rope_border", None)
         geometry = runner.geometry
-        self.layer_parameters = runner.layer_parameters * geometry.layers
+        self.layer_parameters: int = getattr(runner, "layer_parameters", 0) * geometry.layers
         if exact_reason is None:
             for size in {geometry.heads(layer)[1] for layer in range(geometry.layers)}:
                 row_kernel(geometry.dtype, geometry.device, size)  # compiled now, not at the first blend

@@ -110,7 +110,6 @@ class ModelRunner(Protocol):
         layer_types: each layer's kind of rotary embedding, a key of the mapping that `rotary` returns.
         vocab_size: every token id is below it.
         max_positions: maximum number of a prompt's tokens; None if there is no maximum.
-        layer_parameters: of one layer, in all processes.
     """
 
     geometry: KVGeometry
@@ -118,7 +117,6 @@ class ModelRunner(Protocol):
     layer_types: list[Hashable]
     vocab_size: int
     max_positions: int | None
-    layer_parameters: int
 
     def embed(self, token_ids_S: torch.Tensor) -> torch.Tensor:
         """Input of layer 0, (1, S, M)."""

@@ -19,6 +19,7 @@ from cacheblend.retriever import PlainTokenizer
 from .reasoning import Thoughts
 
 LAST_TOKENS = 32  # of a prompt, in which a template opens or closes thoughts
+SWITCHES = ("enable_thinking", "thinking")
 SWITCH = re.compile(r"(?<!\S)/(?:no_?)?think(?!\S)")
 
 
@@ -67,13 +68,15 @@ class ChatTemplate:
         """Refuse variables that the template does not know, and texts that it would make control tokens.
 
         Raises:
-            ConfigError: one of the names is no variable of the template, or a value has the text of a control token. What is
-                false is allowed where a template has no variables: one setting serves several models.
+            ConfigError: one of the names is no variable of the template, or a value has the text of a control token. A
+                model that does not think is asked not to: one setting serves several models.
         """
         if not template_kwargs:
             return
         known, text = self.variables, json.dumps(dict(template_kwargs), ensure_ascii=False)
-        if unknown := sorted(name for name, value in template_kwargs.items() if name not in known and (value or known)):
+        if unknown := sorted(
+            name for name, value in template_kwargs.items() if name not in known and (value or known or name not in SWITCHES)
+        ):
             names = f"knows {', '.join(sorted(known))}" if known else "has no variables to set; leave it out"
             raise ConfigError(field, unknown[0], f"the model's chat template {names}")
         if self.has_controls(text):

@@ -94,7 +94,7 @@ def test_usage_errors_exit_with_2(run: Run, model_dir: Path, tmp_path: Path) -> 
     (tmp_path / "broken.jsonl").write_text(json.dumps(case(0)) + "\n{\n")
     for arguments, says in (
         (("trivia",), "one of musique"),
-        (("musique", "--data", tmp_path, "--model", "./no/model"), "config.json"),
+        (("musique", "--data", tmp_path, "--model", "./no/model"), "no model at"),
         (("musique", "--data", tmp_path, "--model", model_dir, "--methods", "magic"), "blend_single_shot"),
         (("musique", "--data", tmp_path, "--model", model_dir, "--ratios", "0.1,lots"), "separated by commas"),
         (("musique", "--data", tmp_path, "--model", model_dir, "--cases", "0"), "cases"),

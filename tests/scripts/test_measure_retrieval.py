@@ -64,7 +64,7 @@ def test_recall(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_answers_go_on(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Both methods answer from stored chunks, and a run that was cut off goes on after its last whole case."""
-    arguments = [str(data), "--answers", "--num-chunks", "2", "--chunk-tokens", "64", "--way", "hybrid"]
+    arguments = [str(data), "--answers", "--num-chunks", "2", "--chunk-tokens", "64", "--way", "hybrid", "--ratio", "0.2"]
     arguments += ["--out", str(tmp_path / "rows")]
     whole = figures(capsys, *arguments)
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()[1:]]
@@ -91,7 +91,7 @@ def test_answers_go_on(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_ratio_filler_and_order(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A ratio of 1 is nearer full recompute than 0, each filler gives other KV, and another order is another prompt."""
-    arguments = [str(data), "--answers", "--num-chunks", "2", "--chunk-tokens", "64", "--way", "hybrid"]
+    arguments = [str(data), "--answers", "--num-chunks", "2", "--chunk-tokens", "64", "--way", "hybrid", "--ratio", "0.2"]
     exact, reused, unfilled, last = (
         figures(capsys, *arguments, *own)["hybrid"]
         for own in (["--ratio", "1"], ["--ratio", "0"], ["--ratio", "0", "--context-filler", "none"], ["--best-last"])

@@ -285,5 +285,6 @@ def test_a_model_that_does_not_think(openai_client: openai.OpenAI) -> None:
     assert plain.usage is not None
     assert plain.usage.completion_tokens_details is None
     for extra in ({"enable_thinking": False}, {"chat_template_kwargs": {"enable_thinking": False}}):
-        with pytest.raises(openai.BadRequestError, match="has no variables to set; leave it out"):
-            ask(openai_client, max_tokens=4, extra_body=extra)
+        assert ask(openai_client, max_tokens=4, extra_body=extra).choices[0].message.content == plain.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="has no variables to set; leave it out"):
+        ask(openai_client, max_tokens=4, extra_body={"enable_thinking": True})
