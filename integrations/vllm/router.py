@@ -26,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as Event
 
-from cacheblend.base.errors import CacheBlendError, InputError, PromptTooLongError
+from cacheblend.base.errors import CacheBlendError, InputError
 from cacheblend.base.files import make_folder
 from cacheblend.blend.loading import load_tokenizer
 from cacheblend.retriever import Document, EmbeddedDocument, PlainTokenizer, RetrieverConfig, Splitter
@@ -182,23 +182,10 @@ class PromptMarker:
         return {**body, "kv_transfer_params": {**params, "prompt_token_ids": token_ids}}
 
 
-def windows(
-    chunks: Sequence[Chunk], naming: ChunkNaming, max_positions: int | None
-) -> Iterator[tuple[list[list[int]], list[int]]]:
-    """A document's chunks that are read together, window by window, and the indexes of those to compute.
-
-    Raises:
-        PromptTooLongError: a window is longer, with what it stands after, than the model's positions.
-    """
-    before = len(naming.prefix_ids) + len(naming.context.filler_ids)
+def windows(chunks: Sequence[Chunk], naming: ChunkNaming) -> Iterator[tuple[list[list[int]], list[int]]]:
+    """A document's chunks that are read together, window by window, and the indexes of those to compute."""
     for window in naming.context.windows(chunks):
         together = [list(chunk) for chunk in chunks[window.first : window.last]]
-        tokens = sum(map(len, together))
-        if max_positions is not None and before + tokens > max_positions:
-            raise PromptTooLongError(
-                f"a chunk of {tokens} tokens, after instruction and filler, makes {before + tokens}, and the model "
-                f"has {max_positions} positions; lower chunk_tokens of the connector"
-            )
         yield together, list(range(window.new - window.first, len(together)))
 
 
@@ -271,7 +258,9 @@ class BlendRoutes:
             salt = body.get("cache_salt")
             splitting = (engine.marker.split(document, is_ingested=not salt) for document in documents)
             split = await run_in_threadpool(list, splitting)
-            every = [window for chunks in split for window in windows(chunks, engine.naming, engine.max_positions)]
+            for place, chunks in enumerate(split):
+                engine.naming.check_lengths(str(place), chunks, engine.max_positions)
+            every = [window for chunks in split for window in windows(chunks, engine.naming)]
         except (CacheBlendError, ValueError) as error:
             return _error(400, str(error))
         stored = 0

@@ -123,6 +123,15 @@ class ChunkNaming:
             namespace=namespace,
         )
 
+    def check_lengths(self, id_: str, chunks: Sequence[Sequence[int]], max_positions: int | None) -> None:
+        """Raise PromptTooLongError if a document's chunk, and what it is computed after, are longer than the positions."""
+        longest, before = max(map(len, chunks), default=0), len(self.prefix_ids) + len(self.context.filler_ids)
+        if max_positions is not None and before + longest > max_positions:
+            raise PromptTooLongError(
+                f"document {id_!r} has a chunk of {longest} tokens, and the model {max_positions} positions, of which "
+                f"{before} are for what stands before it; lower chunk_tokens, in another folder"
+            )
+
     def keys_of_document(self, chunks: Sequence[Sequence[int]]) -> list[ChunkKey]:
         """The store's keys of all chunks of a document, in its order."""
         return list(map(self.key, chunks, self.context.earlier(chunks)))
@@ -143,16 +152,6 @@ class ChunkEncoder(ChunkNaming):
         """Of an engine's settings; raises as `read_context` does."""
         context = chunk_context(fusor, config.context_filler, config.context_document_tokens, len(prefix_ids))
         return cls(prefix_ids, context, fusor.fingerprint, config.kv_cache_dtype, fusor)
-
-    def check_lengths(self, id_: str, chunks: Sequence[Sequence[int]]) -> None:
-        """Raise PromptTooLongError if a document's chunk, and what it is computed after, are longer than the positions."""
-        longest, max_positions = max(map(len, chunks), default=0), self.fusor.max_positions
-        before = len(self.prefix_ids) + len(self.context.filler_ids)
-        if max_positions is not None and before + longest > max_positions:
-            raise PromptTooLongError(
-                f"document {id_!r} has a chunk of {longest} tokens, and the model {max_positions} positions, of which "
-                f"{before} are for what stands before it; ingest into another folder with lower chunk_tokens"
-            )
 
     def keys_of_document(self, chunks: Sequence[Sequence[int]]) -> list[ChunkKey]:
         """The store's keys of all chunks of a document; none for a hybrid, which has no KV of a chunk."""

@@ -102,8 +102,9 @@ class Engine:
         with ExitStack() as opened:
             self.store = opened.enter_context(KVStore(config.store_config()))
             if rewriting is not None:
+                check = partial(encoder.check_lengths, max_positions=self.fusor.max_positions)
                 with Retriever(config.retriever, tokenizer, embedder) as of_none:
-                    of_none.rewrite_index(Path(config.store_dir) / INDEX_FOLDER, encoder.check_lengths, rewriting)
+                    of_none.rewrite_index(Path(config.store_dir) / INDEX_FOLDER, check, rewriting)
             self.retriever = opened.enter_context(Retriever(config.retriever_config(), tokenizer, embedder))
             self._contexts = ChunkContexts(encoder.context, self.retriever)
             self.foreground = foreground or Foreground()

@@ -151,7 +151,7 @@ class DocumentEncoder:
             version, new = (document.id, document.version), batch.embedded.get(document.id)
             chunks = new.chunks if new else self._chunks(document, progress)
             batch.chunks[version] = [chunk.token_ids for chunk in chunks]
-            self._encoder.check_lengths(document.id, batch.chunks[version])
+            self._encoder.check_lengths(document.id, batch.chunks[version], self._encoder.fusor.max_positions)
             batch.keys[version] = self._encoder.keys_of_document(batch.chunks[version])
         keys = batch.distinct_keys
         if self._fetches:

@@ -295,14 +295,11 @@ class PromptRenderer:
 
     def _check_tools(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
         """Refuse tools that the template does not take."""
-        quoted: list[tuple[str, Any]] = [("tools", tools)] if tools else []
-        for place, message in enumerate(messages):
-            if message.role == "tool" or message.tool_calls:
-                quoted.append((f"messages[{place}]", message.turn("")))
-        for field, value in quoted:
-            if not self.template.takes_tools:
-                raise InputError(f"{field}: the model's chat template takes no tools; leave them out, or use another model")
-            check_characters(len(json.dumps(value, ensure_ascii=False)), self._max_positions)
+        calling = (f"messages[{place}]" for place, one in enumerate(messages) if one.role == "tool" or one.tool_calls)
+        if (field := "tools" if tools else next(calling, None)) and not self.template.takes_tools:
+            raise InputError(f"{field}: the model's chat template takes no tools; leave them out, or use another model")
+        text = json.dumps([*tools, *(one.turn("") for one in messages)], ensure_ascii=False)
+        check_characters(len(text), self._max_positions)
 
     def _layout(self, frame: _Frame, question: str, *, with_chunks: bool) -> PromptTokens:
         # In one go: alone, the space at the end of "Question: " would be a token that no text has in this place.
