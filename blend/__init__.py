@@ -31,6 +31,5 @@ if TYPE_CHECKING:
     from .selectors import Schedule as Schedule
     from .selectors import SelectionStep as SelectionStep
     from .selectors import Selector as Selector
-    from .selectors import TopDeviation as TopDeviation
 
 __getattr__ = lazy_names(__name__, __file__)

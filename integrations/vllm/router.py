@@ -71,7 +71,7 @@ class PromptMarker:
         self, tokenizer: Any, config: ConnectorConfig, max_positions: int | None, naming: ChunkNaming, render: Render
     ) -> None:
         self._finds_passages, self._render = config.engine.find_passages, render
-        self._seen, self._has_warned = AdmissionFilter(REMEMBERED), False
+        self._seen = AdmissionFilter(REMEMBERED)
         self._plain = PlainTokenizer(tokenizer)
         self._splitter = Splitter(tokenizer, RetrieverConfig(chunk_tokens=config.engine.retriever.chunk_tokens))
         self._around_documents = PromptRenderer(tokenizer, config.engine.instruction, max_positions=max_positions)
@@ -148,10 +148,7 @@ class PromptMarker:
             known = {one for one in set(texts) if one.is_ingested or self._seen.admits(str(hash((salt, one.token_ids))))}
             token_ids = list(self._render(path, body)) if known else []
         except Exception as error:  # vLLM says what is wrong with the request, if it is
-            # Another vLLM, whose renderer is called in another way, is worth a warning; one, not one a request.
-            is_new = isinstance(error, (AttributeError, TypeError)) and not self._has_warned
-            self._has_warned |= is_new
-            logger.log(logging.WARNING if is_new else logging.DEBUG, "no passages are looked for in a request: %r", error)
+            logger.debug("no passages are looked for in a request: %r", error)
             return None
         located = zip(texts, locate(token_ids, ((one.token_ids, one.start) for one in texts)), strict=True)
         marks = sorted((place[:2], one._replace(start=place[2])) for one, place in located if place and one in known)
@@ -258,8 +255,8 @@ class BlendRoutes:
             salt = body.get("cache_salt")
             splitting = (engine.marker.split(document, is_ingested=not salt) for document in documents)
             split = await run_in_threadpool(list, splitting)
-            for place, chunks in enumerate(split):
-                engine.naming.check_lengths(str(place), chunks, engine.max_positions)
+            for place, document in enumerate(split):
+                engine.naming.check_lengths(str(place), document, engine.max_positions)
             every = [window for chunks in split for window in windows(chunks, engine.naming)]
         except (CacheBlendError, ValueError) as error:
             return _error(400, str(error))

@@ -152,7 +152,11 @@ class Engine:
         return self._documents.add(batch, progress or Progress(), must_stay=True)
 
     def ingest_stream(
-        self, documents: Iterable[Document | Mapping[str, object]], progress: Progress | None = None
+        self,
+        documents: Iterable[Document | Mapping[str, object]],
+        progress: Progress | None = None,
+        *,
+        batch_documents: int = BATCH_DOCUMENTS,
     ) -> IngestReport:
         """`ingest` for any number of documents, a batch after the other: memory holds one batch, and the ids.
 
@@ -161,6 +165,7 @@ class Engine:
         Args:
             documents: see `ingest`; an empty stream is no error.
             progress: see `ingest`.
+            batch_documents: documents of a batch.
 
         Raises:
             InputError, DocumentChangedError: see `ingest`; the batches before are ingested.
@@ -168,7 +173,7 @@ class Engine:
                 below the corpus is no error: the report counts what was evicted, and a warning is logged.
         """
         self._check_open()
-        return self._add(batches(map(Document.of, documents), BATCH_DOCUMENTS), progress)
+        return self._add(batches(map(Document.of, documents), batch_documents), progress)
 
     def reindex(self, progress: Progress | None = None) -> IngestReport:
         """Compute the KV of all documents, from the texts in the index, where it is not stored; others' is removed first.

@@ -298,8 +298,8 @@ class PromptRenderer:
         calling = (f"messages[{place}]" for place, one in enumerate(messages) if one.role == "tool" or one.tool_calls)
         if (field := "tools" if tools else next(calling, None)) and not self.template.takes_tools:
             raise InputError(f"{field}: the model's chat template takes no tools; leave them out, or use another model")
-        text = json.dumps([*tools, *(one.turn("") for one in messages)], ensure_ascii=False)
-        check_characters(len(text), self._max_positions)
+        quoted = json.dumps([*tools, *(one.turn("") for one in messages)], ensure_ascii=False)
+        check_characters(len(quoted), self._max_positions)
 
     def _layout(self, frame: _Frame, question: str, *, with_chunks: bool) -> PromptTokens:
         # In one go: alone, the space at the end of "Question: " would be a token that no text has in this place.
