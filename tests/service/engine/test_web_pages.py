@@ -131,13 +131,13 @@ def test_a_charset_of_what_is_no_text(site: str, path: str) -> None:
         ("/no_lines", "line 1: not JSON"),
         ("/large", "larger than"),
         ("/cut", "cannot be fetched"),
-        ("/slow", "not within 0.4 s"),
+        ("/slow", "not within 2 s"),
     ],
 )
 def test_what_is_refused(site: str, path: str, why: str) -> None:
     """Of several sources it is a fault that names the URL; one that is named alone ends the command."""
     for sources in ([site + path], [site + path, f"{site}/notes.md"]):
-        web = WebFiles(allow_private=True, timeout_s=0.4 if path == "/slow" else 60, max_bytes=1000)
+        web = WebFiles(allow_private=True, timeout_s=2 if path == "/slow" else 60, max_bytes=1000)
         with closing(DocumentStream(sources, web)) as stream:
             if len(sources) == 1:
                 with pytest.raises(InputError, match=why) as refused:
