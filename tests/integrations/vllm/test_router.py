@@ -155,6 +155,12 @@ def test_passages_among_a_tools_results_are_marked(marker: PromptMarker, tokeniz
     assert stored_texts(tokenizer, marked) == TRAINS
 
 
+def test_a_renderer_that_fails(make_marker: Callable[..., PromptMarker]) -> None:
+    """The request is left to vLLM, which says what is wrong with it."""
+    marker = make_marker(error=TypeError)
+    assert [marker.mark(CHAT, {"messages": [with_sources("01", "Who?")]}) for _ in range(2)] == [None, None]
+
+
 @pytest.mark.parametrize("way", ["route", "folder"])
 def test_ingested_texts_are_marked_at_once(
     make_marker: Callable[..., PromptMarker], tokenizer: Any, tmp_path: Path, way: str
