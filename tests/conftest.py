@@ -1,5 +1,6 @@
 """What every test needs: no network, and no trace in the user's folders."""
 
+import asyncio
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from cacheblend.base.files import user_cache_folder
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 USERS_CACHE = user_cache_folder()
+asyncio.set_event_loop(None)  # from here on none is made unasked: LlamaIndex would leave it open, and a later test be blamed
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as processors: one thread each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 _DATA = tempfile.TemporaryDirectory(prefix="cacheblend-tests-")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,16 +20,6 @@ from cacheblend.service import Engine
 
 QUESTION = "What does the else clause of a while loop do?"
 TEMPLATE = PromptTemplate("Use this:\n{context_str}\n\nQuestion: {query_str}")
-
-
-@pytest.fixture(autouse=True)
-def _drop_loops() -> Iterator[None]:
-    """LlamaIndex leaves an event loop open in its synchronous calls, which a later test would be blamed for."""
-    yield
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        asyncio.set_event_loop(None)
-        gc.collect()
 
 
 @pytest.fixture
