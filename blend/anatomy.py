@@ -72,49 +72,44 @@ class TableForm:
 
 
 class LayerCall:
-    """A layer's arguments as its decoder gave them for `tokens` rows, to call it again with others."""
+    """A layer's arguments as its decoder gave them for `tokens` rows, to call it again with others.
+
+    Attributes:
+        hidden, tables, extra: the hidden state, the rotary embedding, and a row's further input (1, S, ...) of this layer.
+        hidden_name, tables_name, extra_name: their places or names in a call, for `argument`.
+        mask: the attention mask.
+        form: of the rotary embedding.
+    """
+
+    @staticmethod
+    def argument(args: tuple[Any, ...], kwargs: dict[str, Any], name: Any) -> Any:
+        """A call's argument by its place or its name; None for none of that name."""
+        return args[name] if isinstance(name, int) else kwargs.get(name)
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int) -> None:
         given: dict[Any, Any] = dict(enumerate(args)) | kwargs
-        self._positional, self._hidden = len(args), 0 if args else "hidden_states"
-        self.hidden: torch.Tensor = given.pop(self._hidden)
+        self._positional, self.hidden_name = len(args), 0 if args else "hidden_states"
+        self.hidden: torch.Tensor = given.pop(self.hidden_name)
         self._constants = dict[Any, Any]()
         self._positions = dict[Any, tuple[int, ...]]()
-        self._tables: Any = None
-        self._extra: Any = None
+        self.tables_name: Any = None
+        self.extra_name: Any = None
         self.mask: Any = None
         for name, value in given.items():
             match _role(name, value, tokens):
                 case "tables":
-                    self._tables = name
+                    self.tables_name = name
                 case "positions":
                     self._positions[name] = tuple(value.shape[:-1])
                 case "extra":
-                    self._extra = name
+                    self.extra_name = name
                 case "mask":
                     self._constants[name], self.mask = None, value
                 case "constant":
                     self._constants[name] = value
         self._caches = [name for name in CACHE_NAMES if name in given]
-        self.tables, self.extra = given.get(self._tables), given.get(self._extra)
+        self.tables, self.extra = given.get(self.tables_name), given.get(self.extra_name)
         self.form = TableForm.of(self.tables)
-
-    def _get(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: Any) -> Any:
-        return args[name] if isinstance(name, int) else kwargs.get(name)
-
-    def hidden_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """The hidden state in another call's arguments."""
-        hidden: torch.Tensor = self._get(args, kwargs, self._hidden)
-        return hidden
-
-    def extra_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """A row's further input of this layer (1, S, ...) in another call's arguments."""
-        extra: torch.Tensor = self._get(args, kwargs, self._extra)
-        return extra
-
-    def tables_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The rotary embedding in another call's arguments."""
-        return None if self._tables is None else self._get(args, kwargs, self._tables)
 
     def identity(self, rows: int, dtype: torch.dtype, device: torch.device) -> CosSin:
         """Cosine and sine of rows that are not turned."""
@@ -125,17 +120,17 @@ class LayerCall:
         self, hidden: torch.Tensor, positions_S: torch.Tensor, cos_sin: CosSin, cache: Any, extra: torch.Tensor | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments for rows at these positions, by place and by name."""
-        given = {**self._constants, self._hidden: hidden}
+        given = {**self._constants, self.hidden_name: hidden}
         for name, axes in self._positions.items():
             given[name] = positions_S.expand(*axes, len(positions_S))
         for name in self._caches:
             given[name] = cache
         if SHARED_KV in given:
             given[SHARED_KV] = cache
-        if self._tables is not None:
-            given[self._tables] = self.form.written(cos_sin)
-        if self._extra is not None:
-            given[self._extra] = extra
+        if self.tables_name is not None:
+            given[self.tables_name] = self.form.written(cos_sin)
+        if self.extra_name is not None:
+            given[self.extra_name] = extra
         return tuple(given.pop(place) for place in range(self._positional)), given
 
 

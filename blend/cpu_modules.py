@@ -36,7 +36,7 @@ MLP_ROWS_AT_ONCE = 1024  # of one call: their activations fit the processor's ca
 logger = logging.getLogger(__name__)
 
 
-def with_modules(module: Any, **replaced: nn.Module) -> Any:
+def with_modules(module: Any, **replaced: nn.Module | None) -> Any:
     """A shallow copy of a module with some children replaced."""
     twin = copy.copy(module)
     twin._modules = {**module._modules, **replaced}
@@ -48,9 +48,7 @@ def _with_children(module: Any, twin_of: Callable[[nn.Module], nn.Module]) -> An
     children = {name: None if child is None else twin_of(child) for name, child in module._modules.items()}
     if all(children[name] is child for name, child in module._modules.items()):
         return module
-    twin = copy.copy(module)
-    twin._modules = children
-    return twin
+    return with_modules(module, **children)
 
 
 class RowPieces(nn.Module):
@@ -75,10 +73,10 @@ class PackedLinear(nn.Module):
     def __init__(self, plain: nn.Linear) -> None:
         super().__init__()
         self.plain = plain
-        self._weight = _pack(plain.weight)
+        self._weight: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach(), EXPECTED_ROWS)
 
-    def forward(self, inputs_SI: torch.Tensor) -> torch.Tensor:
-        return _product(inputs_SI, self._weight, self.plain.bias)
+    def forward(self, inputs_SI: torch.Tensor) -> Any:
+        return torch.ops.mkldnn._linear_pointwise.default(inputs_SI, self._weight, self.plain.bias, "none", [], "")
 
 
 def is_worth_packing(model: nn.Module) -> bool:
@@ -112,16 +110,6 @@ def _cgroup_limits() -> Iterator[int]:
 def packed(module: Any) -> Any:
     """A shallow copy of a module tree with its linear layers packed; the parameters stay shared with the original."""
     return _with_children(module, lambda child: PackedLinear(child) if type(child) is nn.Linear else packed(child))
-
-
-def _pack(weight_OI: torch.Tensor) -> torch.Tensor:
-    packed_OI: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach(), EXPECTED_ROWS)
-    return packed_OI
-
-
-def _product(inputs_SI: torch.Tensor, weight: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-    outputs_SO: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(inputs_SI, weight, bias_O, "none", [], "")
-    return outputs_SO
 
 
 class FusedNorm(nn.Module):

@@ -73,15 +73,23 @@ class _Entered(Exception):  # noqa: N818  # a signal, no error
     """The decoder has given their inputs to as many layers as were asked about."""
 
 
-class _Entrance(nn.Module):
-    """Stands in for a layer: notes its call; the last one ends the forward. Attributes are the layer's."""
+class _StandIn(nn.Module):
+    """Stands in for a layer, whose attributes it has."""
 
-    def __init__(self, layer: nn.Module, index: int, *, is_last: bool) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self._of, self._index, self._is_last = (layer,), index, is_last  # in a tuple: no submodule
+        self._of = (layer,)  # in a tuple: no submodule
 
     def __getattr__(self, name: str) -> Any:
         return getattr(super().__getattribute__("_of")[0], name)
+
+
+class _Entrance(_StandIn):
+    """Notes its layer's call; the last one ends the forward."""
+
+    def __init__(self, layer: nn.Module, index: int, *, is_last: bool) -> None:
+        super().__init__(layer)
+        self._index, self._is_last = index, is_last
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         _THREAD.calls.append((args, kwargs))
@@ -92,15 +100,12 @@ class _Entrance(nn.Module):
         return hidden
 
 
-class _Exit(nn.Module):
+class _Exit(_StandIn):
     """Stands in for all layers: returns the thread's hidden state, for norm and head."""
 
     def __init__(self, layer: nn.Module, *, as_tuple: bool) -> None:
-        super().__init__()
-        self._of, self._as_tuple = (layer,), as_tuple
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(super().__getattribute__("_of")[0], name)
+        super().__init__(layer)
+        self._as_tuple = as_tuple
 
     def forward(self, *_: Any, **__: Any) -> Any:
         return (_THREAD.hidden,) if self._as_tuple else _THREAD.hidden
@@ -234,11 +239,11 @@ class Decoder:
 
     def _state(self, given: list[GivenCall]) -> torch.Tensor:
         """Rows' state (1, S, M) at layer 0."""
-        hidden = self._calls[0].hidden_of(*given[0])
+        hidden: torch.Tensor = LayerCall.argument(*given[0], self._calls[0].hidden_name)
         if self._parallel > 1:
             hidden = hidden.permute(1, 2, 0, 3).flatten(2)
         if self._has_extra:
-            extras = [call.extra_of(*own).flatten(2) for call, own in zip(self._calls, given, strict=True)]
+            extras = [call.argument(*own, call.extra_name).flatten(2) for call, own in zip(self._calls, given, strict=True)]
             hidden = torch.cat([hidden, *extras], dim=-1)
         return hidden
 
@@ -285,7 +290,7 @@ class Decoder:
 
     def _rotary(self, given: list[GivenCall], tokens: int) -> dict[Hashable, CosSin]:
         tables = {
-            table: self._calls[layer].form.read(self._calls[layer].tables_of(*given[layer]), tokens, self.device)
+            table: (call := self._calls[layer]).form.read(call.argument(*given[layer], call.tables_name), tokens, self.device)
             for table, layer in self._first_of_table.items()
         }
         return {kind: tables[table] for kind, table in zip(self.layer_types, self._table_of_layer, strict=True)}

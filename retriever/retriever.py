@@ -151,20 +151,6 @@ class Retriever(IndexedDocuments):
                 yield EmbeddedDocument(document, chunks, vectors_ND[: len(chunks)])
                 vectors_ND = vectors_ND[len(chunks) :]
 
-    def put(self, embedded: Sequence[EmbeddedDocument], expected: Mapping[str, Sequence[str | None]] | None = None) -> int:
-        """Write embedded documents, in place of those of their ids, all or none; returns how many were replaced.
-
-        Args:
-            embedded: each id once.
-            expected: by document id, versions of which the document must have one still, None for no document.
-
-        Raises:
-            DocumentChangedError: a document has none of its expected versions any more.
-            RetrieverError: the directory cannot be written.
-        """
-        with self._lock:
-            return self._catalog.put(embedded, expected)
-
     def rewrite_index(self, directory: Path, check: Callable[[str, Sequence[Sequence[int]]], None], progress: Progress) -> None:
         """Give the chunks of a directory this tokenizer's ids and, where its embedder is another, vectors, all or none.
 

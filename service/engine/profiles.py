@@ -91,10 +91,8 @@ def _compare_context(config: EngineConfig, found: Calibration) -> None:
     """Warn where the calibration's KV has another context than the engine's."""
     has = config.context_filler != "none", config.context_document_tokens > 0
     own = next(name for name, (filler, tokens) in CONTEXT_OPTIONS.items() if (filler != "none", tokens > 0) == has)
-    if own == found.context:
-        return
-    remedy = f"which an engine does not have; calibrate with --contexts {','.join(CONTEXT_OPTIONS)}"
-    if found.context in CONTEXT_OPTIONS:
-        filler, tokens = CONTEXT_OPTIONS[found.context]
-        remedy = f"set --context-filler {filler} --context-document-tokens {tokens}, ingest again, or calibrate with this one"
-    logger.warning("the calibration's KV is after the context %r, and this engine's after %r: %s", found.context, own, remedy)
+    if own != found.context:
+        options = CONTEXT_OPTIONS.get(found.context)  # an engine has not all that a calibration measures
+        others = "set --context-filler {} --context-document-tokens {}, ingest again, or ".format(*options) if options else ""
+        why = "the calibration's KV is after the context %r, and this engine's after %r: %scalibrate with --contexts %s"
+        logger.warning(why, found.context, own, others, own)

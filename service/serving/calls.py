@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from cacheblend.base.errors import QueueFullError, ShuttingDownError
+from cacheblend.base.errors import QueueFullError
 from cacheblend.base.threads import Check, lower_priority
 
-from .scheduler import Turns, late_error
+from .scheduler import Turns, late_error, stopping_error
 
 LOOK_EVERY_S = 0.02  # how often a pool that pauses looks whether it may go on
 _Result = TypeVar("_Result")
@@ -122,7 +122,7 @@ class CallPool:
         """
         with self._lock:
             if self._closing:
-                raise _stopping()
+                raise stopping_error()
             if (own := self.count(call.tenant)) >= self._max_calls:
                 retry_after_s = max(1, math.ceil(own * self._mean_s))
                 raise QueueFullError(
@@ -162,7 +162,7 @@ class CallPool:
             self._closing = True
             waiting, self._waiting = self._waiting, []
         for call in waiting:
-            call.give_up(_stopping())
+            call.give_up(stopping_error())
 
     def close(self, *, wait: bool = True) -> None:
         """`stop`, give up the calls that run, and wait, if `wait`, until they have ended."""
@@ -170,7 +170,7 @@ class CallPool:
         with self._lock:
             running = dict(self._running)
         for call in running:
-            call.give_up(_stopping())
+            call.give_up(stopping_error())
         for thread in running.values() if wait else ():
             thread.join()
 
@@ -212,7 +212,3 @@ class CallPool:
             time.sleep(LOOK_EVERY_S)
             call.check()
         call.begun = time.perf_counter()
-
-
-def _stopping() -> ShuttingDownError:
-    return ShuttingDownError("the service is shutting down; ask another one, or later")

@@ -14,6 +14,8 @@ from cacheblend.blend.fidelity import Comparison, compare_steps
 from cacheblend.service.engine.decoding import Sampling
 from cacheblend.service.engine.request import Request
 
+from .config import ServingConfig
+
 logger = logging.getLogger(__name__)
 # Called with a sampled request's tenant and the comparison, None if it failed. Must return at once.
 ShadowObserver = Callable[[str, Comparison | None], None]
@@ -25,15 +27,13 @@ class ShadowEvaluation:
     One request at a time is sampled, since its prompt's KV waits for the comparison.
 
     Args:
-        share: of blended requests that are sampled.
-        window: last comparisons that a tenant's means are over.
-        tokens: first greedy tokens that are compared.
+        config: how many requests are sampled, and what is compared.
         observer: of every comparison.
     """
 
-    def __init__(self, *, share: float, window: int, tokens: int, observer: ShadowObserver) -> None:
-        self._share, self._tokens, self._observer = share, tokens, observer
-        self._last = defaultdict[str, deque[Comparison]](lambda: deque(maxlen=window))  # by tenant
+    def __init__(self, config: ServingConfig, observer: ShadowObserver) -> None:
+        self._config, self._observer = config, observer
+        self._last = defaultdict[str, deque[Comparison]](lambda: deque(maxlen=config.guard_window))  # by tenant
         self._evaluated = Counter[str]()
         self._sampled: Request | None = None  # from its prefill to the end of its comparison
         self._steps: Generator[object, None, Comparison] | None = None
@@ -54,7 +54,7 @@ class ShadowEvaluation:
         """Sample some requests before their prefill."""
         if request.method != "blend" or request.asked.recompute_ratio is not None:  # which the caller chose
             return
-        if self._sampled is None and request.leader is None and random.random() < self._share:
+        if self._sampled is None and request.leader is None and random.random() < self._config.guard_share:
             request.holds_kv, self._sampled = True, request
 
     def leave(self, request: Request, *, answered: bool) -> None:
@@ -91,7 +91,7 @@ class ShadowEvaluation:
         engine, blended = request.engine, request.fused
         full = yield from engine.fusor.fuse_steps([Segment(blended.token_ids)])
         greedy = Sampling().generation_options(engine.fusor.tokenizer)
-        return (yield from compare_steps(engine.fusor, full, blended, self._tokens, greedy))
+        return (yield from compare_steps(engine.fusor, full, blended, self._config.guard_tokens, greedy))
 
     def _record(self, comparison: Comparison | None) -> None:
         assert self._sampled is not None

@@ -39,6 +39,11 @@ def late_error(deadline_s: float) -> DeadlineError:
     return DeadlineError(f"no answer within deadline_s={deadline_s:g}; ask for less, or later")
 
 
+def stopping_error() -> ShuttingDownError:
+    """The error of what comes while the service stops."""
+    return ShuttingDownError("the service is shutting down; ask another one, or later")
+
+
 class HasTenant(Protocol):
     """A request as turns see it."""
 
@@ -152,12 +157,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._prompt: Request | None = None  # that has its turn; others that are not prefilled wait again
         self._turn_ends = 0.0
-        self._shadow = ShadowEvaluation(
-            share=self.config.guard_share,
-            window=self.config.guard_window,
-            tokens=self.config.guard_tokens,
-            observer=shadow_observer,
-        )
+        self._shadow = ShadowEvaluation(self.config, shadow_observer)
         self._closing = self._aborted = False
         self._prefill_s = FIRST_PREFILL_S  # a running mean, for Retry-After
         self._device = DeviceClock.of(fusor.decoder.device)
@@ -188,7 +188,7 @@ class Scheduler:
             preparing: requests of the tenant that are being prepared, and will wait.
         """
         if self._closing:
-            raise ShuttingDownError("the service is shutting down; ask another one, or later")
+            raise stopping_error()
         with self._changed:
             waiting = preparing + sum(request.tenant == tenant for request in self._waiting)
         if waiting >= self.config.max_waiting:

@@ -245,7 +245,7 @@ def test_damaged(calibrated_engine: OpenEngine, open_engine: OpenEngine, caplog:
         ("filler", {}, "--context-filler auto --context-document-tokens 0"),
         ("default", {"context_filler": "none"}, "--context-filler auto --context-document-tokens 2048"),
         ("document", {"context_filler": "none"}, None),
-        ("bos", {}, "an engine does not have"),
+        ("bos", {}, ": calibrate with --contexts default"),
     ],
 )
 def test_another_context(
