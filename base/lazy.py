@@ -11,14 +11,19 @@ from pathlib import Path
 from .errors import needs_extra
 
 
+def names_of(file: str) -> dict[str, str | None]:
+    """The modules of the names that a package's `__init__.py`, the file, imports from its own modules."""
+    imports = [node for node in ast.walk(ast.parse(Path(file).read_text("utf-8"))) if isinstance(node, ast.ImportFrom)]
+    return {alias.name: node.module for node in imports if node.level == 1 for alias in node.names}
+
+
 def lazy_names(package: str, file: str, extra: str | None = None) -> Callable[[str], object]:
     """A package's `__getattr__`: imports what its `__init__.py`, the file, names in `from .module import name as name`.
 
     Those lines stand under `TYPE_CHECKING`, for type checkers alone, and are read here from the source; `extra` brings the
     libraries that the modules import.
     """
-    imports = [node for node in ast.walk(ast.parse(Path(file).read_text("utf-8"))) if isinstance(node, ast.ImportFrom)]
-    module_of = {alias.name: node.module for node in imports if node.level == 1 for alias in node.names}
+    module_of = names_of(file)
 
     def get(name: str) -> object:
         if name not in module_of:

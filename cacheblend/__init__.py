@@ -6,27 +6,25 @@
         engine.ingest([{"id": "1", "title": "Novex", "text": "Novex Systems was founded by Ada Brandt."}])
         print(engine.answer("Who founded Novex Systems?").text)
 
-This is all that the package offers. The errors and `Progress` need nothing but Python; any other name is imported at its first
-use, so that `import cacheblend` costs nothing.
+This is all that the package offers. A name is imported at its first use, so that `import cacheblend` costs nothing; the errors
+and `Progress` need nothing but Python.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .base.errors import CacheBlendError as CacheBlendError
-from .base.errors import ConfigError as ConfigError
-from .base.errors import InputError as InputError
-from .base.errors import MissingExtraError as MissingExtraError
-from .base.errors import PromptTooLongError as PromptTooLongError
-from .base.errors import StoreFullError as StoreFullError
-from .base.errors import UnsupportedModelError as UnsupportedModelError
-from .base.threads import Progress as Progress
+from cacheblend.base.lazy import lazy_names, names_of
 
 if TYPE_CHECKING:
-    from importlib.metadata import version as _version
-
+    from .base.errors import CacheBlendError as CacheBlendError
+    from .base.errors import ConfigError as ConfigError
+    from .base.errors import InputError as InputError
+    from .base.errors import MissingExtraError as MissingExtraError
+    from .base.errors import PromptTooLongError as PromptTooLongError
+    from .base.errors import StoreFullError as StoreFullError
+    from .base.errors import UnsupportedModelError as UnsupportedModelError
+    from .base.threads import Progress as Progress
     from .blend import FusionConfig as FusionConfig
     from .blend import Fusor as Fusor
     from .blend import Segment as Segment
@@ -42,30 +40,18 @@ if TYPE_CHECKING:
     from .store import KVStore as KVStore
     from .store import StoreConfig as StoreConfig
 
-    __version__ = _version("cacheblend")
+    __version__: str
 
-_MODULES = {
-    "blend": ("FusionConfig", "Fusor", "Segment"),
-    "loader": ("LoaderConfig",),
-    "retriever": ("Retriever", "RetrieverConfig"),
-    "service": ("Answer", "Engine", "EngineConfig", "IngestReport"),
-    "store": ("ChunkKV", "ChunkKey", "KVStore", "StoreConfig"),
-}
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-__all__ = ["__version__", *(name for name, value in vars().items() if isinstance(value, type)), *_MODULE_OF]
+__all__ = ["__version__", *names_of(__file__)]
+_offered = lazy_names(__name__, __file__)
 
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
         from importlib.metadata import version
 
-        value: object = version("cacheblend")
-    elif name in _MODULE_OF:
-        value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
+        return version("cacheblend")
+    return _offered(name)
 
 
 def __dir__() -> list[str]:

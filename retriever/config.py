@@ -27,8 +27,8 @@ class RetrieverConfig:
         None,
         "Bytes that texts, token ids and vectors may take in the index; documents beyond them are refused. Left out, no bound.",
     )
-    search_rounds: int = option(2, "1, or 2: a third of the chunks by names in the best document, for questions over two.")
     min_score: float | None = option(None, "Leave out chunks whose cosine similarity with the question, -1 to 1, is below it.")
+    search_rounds: int = 2  # the second takes a third of the chunks by names in the best document, for questions over two
 
     def __post_init__(self) -> None:
         if isinstance(self.directory, str):  # what command lines and notebooks pass
@@ -36,8 +36,6 @@ class RetrieverConfig:
         if self.directory is not None and not isinstance(self.directory, Path):
             raise ConfigError("directory", self.directory, "a path, or None for memory")
         check_whole("chunk_tokens", self.chunk_tokens)
-        if self.search_rounds not in (1, 2):
-            raise ConfigError("search_rounds", self.search_rounds, "1 or 2")
         if not isinstance(self.embedder, str) or not self.embedder.strip():
             raise ConfigError("embedder", self.embedder, "name or path of a model of sentence-transformers")
         if self.index_budget_bytes is not None:

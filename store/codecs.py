@@ -113,34 +113,6 @@ class RawCodec(Codec):
         return encoded[0], encoded[1]
 
 
-_FP8_LARGEST = 448.0  # of float8_e4m3fn
-
-
-class Fp8Codec(Codec):
-    """Stores a scale a head, float32 `(2, H, 1, 1)`, then float8 `(2, H, T, D)`: keys, then values.
-
-    A value's relative error is at most 2**-4; below 2**-14 of its head's largest value, the absolute error is at most 2**-18 of
-    that.
-    """
-
-    name = "fp8_e4m3"
-
-    def parts(self, layer: LayerShape) -> Sequence[EncodedShape]:
-        heads, tokens, dim, _ = layer
-        return EncodedShape(torch.float32, (2, heads, 1, 1)), EncodedShape(torch.float8_e4m3fn, (2, heads, tokens, dim))
-
-    def pack(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> Sequence[torch.Tensor]:
-        x_2HTD = torch.stack((k_HTD, v_HTD))
-        scale_2H11 = _scale(x_2HTD, (2, 3), _FP8_LARGEST)
-        # Clamped: a value that rounding puts above the largest would become NaN.
-        return scale_2H11, (x_2HTD / scale_2H11).clamp_(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn)
-
-    def unpack(self, parts: Sequence[torch.Tensor]) -> LayerPair:
-        scale_2H11, codes_2HTD = parts
-        k_HTD, v_HTD = codes_2HTD.float().mul_(scale_2H11)
-        return k_HTD, v_HTD
-
-
 _INT8_LARGEST = 127
 
 
@@ -158,7 +130,7 @@ class Int8Codec(Codec):
         return *scales, EncodedShape(torch.int8, (2, heads, tokens, dim))
 
     def pack(self, k_HTD: torch.Tensor, v_HTD: torch.Tensor) -> Sequence[torch.Tensor]:
-        k_scale_H1D, v_scale_HT1 = _scale(k_HTD, 1, _INT8_LARGEST), _scale(v_HTD, 2, _INT8_LARGEST)
+        k_scale_H1D, v_scale_HT1 = _scale(k_HTD, 1), _scale(v_HTD, 2)
         codes_2HTD = torch.stack((k_HTD / k_scale_H1D, v_HTD / v_scale_HT1)).round_().clamp_(-_INT8_LARGEST, _INT8_LARGEST)
         return k_scale_H1D, v_scale_HT1, codes_2HTD.to(torch.int8)
 
@@ -167,9 +139,9 @@ class Int8Codec(Codec):
         return codes_2HTD[0] * k_scale_H1D, codes_2HTD[1] * v_scale_HT1
 
 
-def _scale(x: torch.Tensor, dim: int | tuple[int, ...], largest: float) -> torch.Tensor:
+def _scale(x: torch.Tensor, dim: int) -> torch.Tensor:
     """What one step of a code is worth, for all values along `dim` together."""
-    return (x.abs().amax(dim, keepdim=True) / largest).clamp_(min=_TINY)
+    return (x.abs().amax(dim, keepdim=True) / _INT8_LARGEST).clamp_(min=_TINY)
 
 
 GROUP = 32
@@ -223,4 +195,4 @@ def _spread(ranges: torch.Tensor, x_HTD: torch.Tensor, dim: int) -> LayerPair:
     return floor, step
 
 
-CODECS: Mapping[str, Codec] = MappingProxyType({codec.name: codec() for codec in (RawCodec, Fp8Codec, Int8Codec, Int4Codec)})
+CODECS: Mapping[str, Codec] = MappingProxyType({codec.name: codec() for codec in (RawCodec, Int8Codec, Int4Codec)})

@@ -11,7 +11,7 @@ from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import GIB, MIB, check_whole, is_number, option
 
 REMOTE_PANEL = "Remote tier"  # the options' heading
-CODEC_NAMES = ("raw", "fp8_e4m3", "int8", "int4")
+CODEC_NAMES = ("raw", "int8", "int4")
 MIN_SECRET = 16  # characters
 
 

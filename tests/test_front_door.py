@@ -21,7 +21,7 @@ def test_import_brings_nothing() -> None:
         "import sys, cacheblend; cacheblend.ConfigError, cacheblend.__version__; print(*sorted(sys.modules))"
     ).split()
     own = {name for name in names if name.startswith("cacheblend.")}
-    assert own == {"cacheblend.base", "cacheblend.base.errors", "cacheblend.base.threads"}
+    assert own == {"cacheblend.base", "cacheblend.base.errors", "cacheblend.base.lazy"}
     packages = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names)
     assert not packages & {"torch", "transformers", "numpy", "safetensors", "typer", "rich"}, packages
 

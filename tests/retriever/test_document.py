@@ -59,7 +59,6 @@ def test_bad_document_is_refused(raw: object, says: str) -> None:
         ("chunk_tokens", True),
         ("embedder", " "),
         ("directory", 3),
-        ("search_rounds", 3),
         ("min_score", 2),
         ("min_score", math.nan),
         ("min_score", "1"),

@@ -15,7 +15,7 @@ from cacheblend.store.codecs import CODECS, LayerShape
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LOSSY = [name for name in CODECS if name != "raw"]
 SHAPES = [(2, 64, 32), (1, 5, 8), (3, 33, 80), (2, 1, 1), (1, 100, 7)]
-BYTES_A_VALUE = {"raw": 4, "fp8_e4m3": 1, "int8": 1, "int4": 0.5}
+BYTES_A_VALUE = {"raw": 4, "int8": 1, "int4": 0.5}
 
 
 def make_pair(shape: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,8 +56,6 @@ def test_error_bounds(name: str, shape: tuple[int, int, int]) -> None:
     pair = make_pair(shape)
     for x_HTD, decoded_HTD, dim in zip(pair, there_and_back(name, *pair), (1, 2), strict=True):
         match name:
-            case "fp8_e4m3":
-                bound = torch.maximum(x_HTD.abs() * 2**-4, x_HTD.abs().amax((1, 2), keepdim=True) * 2**-18)
             case "int8":
                 bound = x_HTD.abs().amax(dim, keepdim=True) / 254
             case "int4":
@@ -65,7 +63,7 @@ def test_error_bounds(name: str, shape: tuple[int, int, int]) -> None:
         assert ((decoded_HTD - x_HTD).abs() <= bound * 1.001 + 1e-7).all()
 
 
-@pytest.mark.parametrize(("name", "most"), [("fp8_e4m3", 0.03), ("int8", 0.011), ("int4", 0.08)])
+@pytest.mark.parametrize(("name", "most"), [("int8", 0.011), ("int4", 0.08)])
 def test_relative_error(name: str, most: float) -> None:
     """The mean error of a chunk, relative to the spread of its values and apart from a channel's offset, is small."""
     pair = make_pair((4, 256, 64))
