@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 MAX_SCHEMA_CHARACTERS = 2**16
 MAX_SCHEMA_DEPTH = 32  # each level is one of the compiler's own stack
 MAX_PATTERN_CHARACTERS = 10_000  # of a schema's patterns with their repetitions written out; ((a{100}){100} has as many
+MAX_NUMBER = 10**18  # at -2**63 the compiler's own stack overflows, which ends the process
 # Of one grammar. A lexer state has 1 to 2 kB. The step fuel is 10 ms of the thread that all requests share.
 GRAMMAR_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 100_000,
@@ -97,6 +98,12 @@ class GrammarCompiler:
             raise InputError(f"{field}: a schema has at most {MAX_SCHEMA_CHARACTERS} characters; make it simpler")
         if is_deeper(schema, MAX_SCHEMA_DEPTH):
             raise InputError(f"{field}: a schema is at most {MAX_SCHEMA_DEPTH} levels deep; make it simpler")
+
+        def bound(number: str) -> None:
+            if abs(float(number)) > MAX_NUMBER:
+                raise InputError(f"{field}: a number of a schema is at most 10**18; leave {number[:40]} out of it")
+
+        json.loads(text, parse_int=bound, parse_float=bound)
         patterns = list(patterns_of(schema))
         # The length first: to read a long pattern costs more than its length.
         if sum(map(len, patterns)) > MAX_PATTERN_CHARACTERS or sum(map(written_out, patterns)) > MAX_PATTERN_CHARACTERS:

@@ -49,6 +49,16 @@ def test_patterns_that_repeat_too_much_are_refused(engine: Engine, schema: dict[
         GrammarCompiler(engine.fusor.model, engine.fusor.tokenizer).json(schema)
 
 
+@pytest.mark.parametrize("number", [-(2**63), -(2**63) + 5, 2**64, -1e300])
+@pytest.mark.parametrize("keyword", ["const", "enum", "minimum"])
+def test_numbers_at_which_the_compiler_crashes_are_refused(engine: Engine, keyword: str, number: float) -> None:
+    """Fuzzing ended the process by `{"enum": [-9223372036854775808]}`."""
+    pytest.importorskip("llguidance")
+    schema = {"type": "integer", keyword: [number] if keyword == "enum" else number, "maximum": 5}
+    with pytest.raises(InputError, match=r"at most 10\*\*18"):
+        GrammarCompiler(engine.fusor.model, engine.fusor.tokenizer).json({"properties": {"a": schema}})
+
+
 def test_an_ordinary_pattern(engine: Engine) -> None:
     """A pattern of a date has a grammar, whose first mask is there."""
     pytest.importorskip("llguidance")
