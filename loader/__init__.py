@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from .controller import LoadingPlan as LoadingPlan
     from .estimators import WorkEstimator as WorkEstimator
     from .layer_loader import LayerLoader as LayerLoader
-    from .layer_loader import copied_tiers as copied_tiers
     from .profile import Calibration as Calibration
     from .profile import describe_device as describe_device
     from .profile import load_profile as load_profile

@@ -88,7 +88,7 @@ class LoadingController:
         config: r* and the look-ahead.
         profile: measurements of the model on this device.
         schedule: the selector's schedule (`FusionConfig.schedule`).
-        copied_tiers: tiers whose KV the fusor copies itself, between two layers (the function `copied_tiers`).
+        copied_tiers: tiers whose KV the fusor copies itself, between two layers: on a CPU what is in RAM.
     """
 
     def __init__(self, config: LoaderConfig, profile: Profile, schedule: Schedule, copied_tiers: Collection[str]) -> None:

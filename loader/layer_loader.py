@@ -12,7 +12,6 @@ import functools
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -21,7 +20,6 @@ import torch
 from cacheblend.base.errors import FusionCancelledError
 from cacheblend.base.threads import in_daemon_thread
 from cacheblend.blend import LayerKV
-from cacheblend.store import CACHE_TIERS
 from cacheblend.store.chunk import host_bytes
 
 from .config import LoaderConfig
@@ -313,8 +311,3 @@ class LayerLoader:
 def _is_copied(kv: KVHandle, geometry: KVGeometry) -> bool:
     """Whether the fusor's thread copies a chunk's layers, since no device is waited for; else threads load them ahead."""
     return kv.in_memory and geometry.device.type == "cpu"
-
-
-def copied_tiers(device: torch.device) -> Collection[str]:
-    """The tiers whose KV a `LayerLoader` copies when the fusor asks for a layer, not ahead: on a CPU those in memory."""
-    return [name for name, tier in CACHE_TIERS.items() if tier.in_memory] if device.type == "cpu" else []

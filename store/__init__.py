@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .prefix_blocks import BlockChain as BlockChain
     from .prefix_blocks import PrefixBlocks as PrefixBlocks
     from .prefix_blocks import PrefixRun as PrefixRun
-    from .tiers import CACHE_TIERS as CACHE_TIERS
+    from .tiers import RAM as RAM
     from .tiers import Placement as Placement
     from .write_queue import DocumentVersion as DocumentVersion
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from cacheblend.base.errors import ConfigError
@@ -22,15 +21,13 @@ class StoreConfig:
     Args:
         directory: a folder on a local file system; made when missing; an engine sets its own. Its file system needs room for
             one group of writes more than the NVMe budget, since new entries are written before older ones are removed.
-        cache_budgets: bytes of further tiers of copies, by their names in `CACHE_TIERS`; they stand between RAM and NVMe, the
-            fastest first.
         write_queue_bytes: bytes of entries that wait to be written before a put blocks.
         remote: no text shows it, since it may hold a password; `unix:///path` is a Redis too.
         remote_tenant: two tenants have no object in common.
 
     Raises:
-        ConfigError: an empty directory name, a number of bytes that is not a positive integer, or an unknown tier; by the
-            store, direct reads on a file system without them.
+        ConfigError: an empty directory name, or a number of bytes that is not a positive integer; by the store, direct reads on
+            a file system without them.
     """
 
     directory: str | os.PathLike[str] = "cacheblend-store/kv"
@@ -38,7 +35,6 @@ class StoreConfig:
     nvme_budget_bytes: int = option(
         50 * GIB, "Bytes of KV on disk, headers included; the least recently used is evicted. Each process applies its own."
     )
-    cache_budgets: Mapping[str, int] = field(default_factory=dict)
     write_queue_bytes: int = 512 * MIB
     direct_reads: bool = option(False, "Read KV past the page cache, for a store larger than RAM.")
     remote: str | None = option(
@@ -70,13 +66,6 @@ class StoreConfig:
             raise ConfigError("directory", self.directory, "name the folder that holds the store")
         for name in ("ram_budget_bytes", "nvme_budget_bytes", "write_queue_bytes", "remote_queue_bytes"):
             check_whole(name, getattr(self, name))
-        for name, budget_bytes in self.cache_budgets.items():
-            from .tiers import CACHE_TIERS, RAM  # here: an option's check needs no torch
-
-            further = sorted(set(CACHE_TIERS) - {RAM})
-            if name not in further:
-                raise ConfigError("cache_budgets", name, f"one of the tiers {', '.join(further) or '(none is registered)'}")
-            check_whole(f"cache_budgets[{name!r}]", budget_bytes)
         if self.remote is not None:
             from .remote import RemoteAddress
 

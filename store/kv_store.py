@@ -22,7 +22,7 @@ from .entry import EncodedEntry
 from .layout import StoreFolder
 from .nvme_tier import NvmeTier, VerifyReport
 from .remote import ObjectFormat, RemoteAddress, RemoteTier
-from .tiers import CACHE_TIERS, RAM, CacheTier, KVTier, OpenedEntry, Pins, Placement, StoreStats, TierStats, read_entry
+from .tiers import NVME, KVTier, OpenedEntry, Pins, Placement, RamTier, StoreStats, TierStats, read_entry
 from .write_queue import DocumentVersion, PendingWrite, WriteQueue
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ _MISSES, _FAILED_WRITES = "misses", "failed_writes"
 class KVStore:
     """Keeps chunks' KV in one folder; a context manager. Thread-safe, and several processes may share the folder.
 
-    Every entry is a file on NVMe; RAM, and further tiers of the configuration, hold copies of those used last. Each tier drops
+    Every entry is a file on NVMe; RAM holds copies of those used last. Each tier drops
     what was used least recently to stay within its budget; an entry dropped from NVMe is gone. Whatever happens to a file,
     `get` and placements give the bytes that were put, or none: a damaged entry is a miss that is logged, counted and set aside.
     With `StoreConfig.remote`, entries that are written are sent to a remote tier too, in the background, from which `fetch`
@@ -47,12 +47,10 @@ class KVStore:
         self._closed = True  # until all of it is open
         self.config = config
         self._pins = Pins()
-        budgets = {RAM: config.ram_budget_bytes, **config.cache_budgets}
-        self._caches: tuple[CacheTier, ...] = tuple(CACHE_TIERS[name](budget, self._pins) for name, budget in budgets.items())
+        self._ram = RamTier(config.ram_budget_bytes, self._pins)
         self._remote = self._open_remote()  # connects at its first use
         folder = StoreFolder(Path(config.directory))
         self._nvme = NvmeTier(folder, config.nvme_budget_bytes, self._pins, direct_reads=config.direct_reads)
-        self._tiers: tuple[KVTier, ...] = (*self._caches, self._nvme)
         self._queue = WriteQueue(config.write_queue_bytes)
         self._counting = threading.Lock()
         self._counts: Counter[str] = Counter()  # hits by tier, misses, failed writes
@@ -83,8 +81,7 @@ class KVStore:
         # 1. What is stored already is used.
         digest = key.digest
         if digest in self._live:
-            for tier in self._caches:
-                tier.open(digest)
+            self._ram.open(digest)
             self._nvme.catalog.touch(digest)
             return _done(True)
         # 2. Encode, and write at once where the caller waits.
@@ -164,8 +161,8 @@ class KVStore:
         """Spare entries from eviction, and yield a placement for each key, in order, or None for a miss.
 
         No budget evicts them until the block ends; `delete` and other processes may remove them, which leaves the placements
-        readable. Entries that were read from a slow tier are copied to faster ones in the background after the block if that
-        is worth it; see `CacheTier.admits`.
+        readable. Entries that were read from NVMe are copied to RAM in the background after the block if that is worth it; see
+        `RamTier.admits`.
         """
         self._check_open()
         digests = [key.digest for key in keys]
@@ -178,7 +175,8 @@ class KVStore:
                     ends.callback(placement.release)
                 placements.append(placement)
             yield placements
-        if wanted := [placed.key.digest for placed in placements if placed is not None and self._is_worth_a_copy(placed)]:
+        read = {placed.key.digest: placed.nbytes for placed in placements if placed is not None and placed.tier == NVME}
+        if wanted := [digest for digest, nbytes in read.items() if self._ram.admits(digest, nbytes)]:
             self._queue.offer(partial(self._promote, wanted))
 
     def delete(self, key: ChunkKey) -> bool:
@@ -224,10 +222,10 @@ class KVStore:
     def stats(self) -> StoreStats:
         """Contents of the tiers, and hits, misses and evictions since this object was made."""
         self._check_open()
-        counts = self._counts
-        tiers = {one.name: TierStats(*one.size(), one.budget_bytes, counts[one.name], one.evictions) for one in self._tiers}
+        counts, tiers = self._counts, tuple[KVTier, ...]((self._ram, self._nvme))
+        ram, nvme = (TierStats(*one.size(), one.budget_bytes, counts[one.name], one.evictions) for one in tiers)
         remote = None if self._remote is None else self._remote.stats()
-        return StoreStats(tiers, counts[_MISSES], self._nvme.damaged, *self._queue.size(), counts[_FAILED_WRITES], remote)
+        return StoreStats(ram, nvme, counts[_MISSES], self._nvme.damaged, *self._queue.size(), counts[_FAILED_WRITES], remote)
 
     def flush(self) -> None:
         """Wait until the entries that were put or fetched before are on NVMe, or have failed: see what `put` returned."""
@@ -273,8 +271,7 @@ class KVStore:
     def _close_tiers(self) -> None:
         if self._remote is not None:
             self._remote.close()
-        for tier in self._tiers:
-            tier.close()
+        self._nvme.close()
 
     def _open_remote(self) -> RemoteTier | None:
         config = self.config
@@ -315,38 +312,31 @@ class KVStore:
             self._counts[name] += 1
 
     def _open(self, digest: str) -> OpenedEntry | None:
-        """The entry in the fastest tier that has it, noted as used; None for a miss. One that waits is the first tier's."""
+        """The entry in RAM or on NVMe, noted as used; None for a miss. One that waits is RAM's."""
         waiting = self._queue.get(digest)
-        for tier in self._caches:
-            if (entry := tier.open(digest) or waiting) is None:
-                continue
-            if waiting is None and digest not in self._queue and digest not in self._nvme:  # another process has removed it
-                entry.close()
-                self._uncache(digest)
-                return None
-            self._nvme.catalog.touch(digest)
-            return entry, tier
-        file = self._nvme.open(digest)
-        return None if file is None else (file, self._nvme)
+        if (entry := self._ram.open(digest) or waiting) is None:
+            file = self._nvme.open(digest)
+            return None if file is None else (file, self._nvme)
+        if waiting is None and digest not in self._queue and digest not in self._nvme:  # another process has removed it
+            self._ram.discard(digest)
+            return None
+        self._nvme.catalog.touch(digest)
+        return entry, self._ram
 
     def _cache(self, entry: EncodedEntry) -> bool:
-        """Copy an entry to the tiers before NVMe; whether any of them holds it."""
+        """Copy an entry to RAM; whether that holds it."""
         digest = entry.info.key.digest
-        held = [tier.put(entry) for tier in self._caches]
-        # Looked up after it is there: whoever removed the entry before that did not find the copies to drop.
+        held = self._ram.put(entry)
+        # Looked up after it is there: whoever removed the entry before that did not find the copy to drop.
         if digest not in self._queue and digest not in self._nvme:
-            self._uncache(digest)
-        return any(held)
-
-    def _uncache(self, digest: str) -> None:
-        for tier in self._caches:
-            tier.discard(digest)
+            self._ram.discard(digest)
+        return held
 
     def _forget(self, digests: Sequence[str]) -> None:
-        """Let go of what waits to be written, and of copies, made and to be made."""
+        """Let go of what waits to be written, and of the copy, made and to be made."""
         self._queue.discard(digests)
         for digest in digests:
-            self._uncache(digest)
+            self._ram.discard(digest)
 
     def _forget_everywhere(self, digests: Iterable[str]) -> None:
         """Let go of what was deleted, in the remote tier too."""
@@ -356,23 +346,18 @@ class KVStore:
                 self._remote.put(digest, None)
         self._forget(digests)
 
-    def _is_worth_a_copy(self, placement: Placement) -> bool:
-        """Whether a tier before the one that a placement was read from admits the entry; each of them notes the read."""
-        faster = self._caches[: [tier.name for tier in self._tiers].index(placement.tier)]
-        return bool([tier for tier in faster if tier.admits(placement.key.digest, placement.nbytes)])
-
     def _promote(self, digests: Sequence[str]) -> None:
         for digest in digests:
             if self._closed:
                 return
             # The pin was the use: a later one here would put the entry before what was used since.
-            if digest not in self._caches[0] and (entry := self._nvme.load(digest)) is not None:
+            if digest not in self._ram and (entry := self._nvme.load(digest)) is not None:
                 self._cache(entry)
 
     def _write(self, writes: Sequence[PendingWrite]) -> None:
         """Write all entries, or none, in one commit; their results are set."""
         for evicted in self._nvme.write(writes):
-            self._uncache(evicted)
+            self._ram.discard(evicted)
         for write in writes:
             if write.digest in self._nvme:
                 self._cache(write.entry)
@@ -405,7 +390,7 @@ class KVStore:
     def _give_up(self, write: PendingWrite, error: Exception) -> None:
         logger.error("entry %s was not written: %s", write.digest, error)
         self._count(_FAILED_WRITES)
-        self._uncache(write.digest)
+        self._ram.discard(write.digest)
         self._queue.end(write.digest, error)
 
 

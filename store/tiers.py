@@ -1,7 +1,6 @@
-"""Tiers: the interface `KVTier`, the registry of those that hold copies, `Placement`, a pinned entry's KV, and statistics.
+"""Tiers: the one in RAM, which holds copies, what it has in common with NVMe, `Placement`, a pinned entry's KV, and statistics.
 
-A store has one durable tier, NVMe, and before it caches, the fastest first, which hold copies of its entries. A cache tier is a
-class with the interface `CacheTier` and its line in `CACHE_TIERS`. A remote tier (remote.py) is read by `KVStore.fetch` only.
+NVMe (nvme_tier.py) holds every entry. A remote tier (remote.py) is read by `KVStore.fetch` only.
 
 Shapes: H KV heads, T tokens, D head size, B bytes of a head's vector.
 """
@@ -10,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from .remote import RemoteStats
 
 T = TypeVar("T")
+RAM, NVME = "ram", "nvme"
 
 
 class Pins:
@@ -121,7 +121,7 @@ class StoredEntry(Protocol):
 
 
 class KVTier(Protocol):
-    """A place that holds entries by digest, up to a budget, the least recently used evicted first. Thread-safe."""
+    """RAM or NVMe: holds entries by digest, up to a budget, the least recently used evicted first. Thread-safe."""
 
     name: ClassVar[str]  # in placements, statistics and profiles
     in_memory: ClassVar[bool]  # whether reading a layer is no more than a copy: no device to wait for, nothing to decompress
@@ -131,38 +131,14 @@ class KVTier(Protocol):
     def set_aside(self, digest: str, layers: Iterable[int] = ()) -> None:
         """Drop an entry of which these layers, or the header, were read damaged."""
 
-    def __contains__(self, digest: str) -> bool:
-        """Whether the entry is held; not a use."""
-
-    def open(self, digest: str) -> StoredEntry | None:
-        """The entry, noted as used; None for a miss."""
-
     def size(self) -> tuple[int, int]:
         """Number of entries, and their bytes."""
 
-    def close(self) -> None:
-        """Let go of files and connections."""
-
-
-class CacheTier(KVTier, Protocol):
-    """A tier of copies; made with its budget and the pins, whose entries it must not evict."""
-
-    def __init__(self, budget_bytes: int, pins: Pins) -> None: ...
-
-    def put(self, entry: EncodedEntry) -> bool:
-        """Hold a copy; False, and nothing evicted, where the budget less what is pinned has no room for it."""
-
-    def admits(self, digest: str, entry_bytes: int) -> bool:
-        """Whether an entry that was just read from a slower tier is worth a copy."""
-
-    def discard(self, digest: str) -> None:
-        """Drop an entry, pinned or not; nothing where it is not held."""
-
 
 class RamTier:
-    """The `CacheTier` in memory: entries by digest, the least recently used dropped first (paper §5.1)."""
+    """Copies in memory: entries by digest, the least recently used dropped first (paper §5.1)."""
 
-    name: ClassVar[str] = "ram"
+    name: ClassVar[str] = RAM
     in_memory: ClassVar[bool] = True
 
     def __init__(self, budget_bytes: int, pins: Pins) -> None:
@@ -180,6 +156,7 @@ class RamTier:
         return len(self._entries), self._bytes
 
     def open(self, digest: str) -> EncodedEntry | None:
+        """The entry, noted as used; None for a miss."""
         with self._lock:
             entry = self._entries.get(digest)
             if entry is not None:
@@ -187,7 +164,7 @@ class RamTier:
             return entry
 
     def put(self, entry: EncodedEntry) -> bool:
-        """Hold the entry itself, without a copy."""
+        """Hold the entry itself; False, and nothing evicted, where the budget less what is pinned has no room for it."""
         digest = entry.info.key.digest
         with self._lock:
             if digest in self._entries:
@@ -210,15 +187,16 @@ class RamTier:
             return True
 
     def admits(self, digest: str, entry_bytes: int) -> bool:
-        """Whether there is room, or at most the budget in bytes was read since the entry was read before.
+        """Whether an entry that was read from NVMe is worth a copy.
 
-        So one pass over many entries that rarely come again copies and evicts nothing.
+        It is where there is room, or at most the budget in bytes was read since it was read before. So one pass over many
+        entries that rarely come again copies and evicts nothing.
         """
         again = self._recent_reads.admits(digest, entry_bytes)
         return entry_bytes <= self.budget_bytes and (again or self._bytes + entry_bytes <= self.budget_bytes)
 
     def discard(self, digest: str) -> None:
-        """Remove the entry; a reader still holds its memory."""
+        """Remove the entry, pinned or not; a reader still holds its memory."""
         with self._lock:
             if digest in self._entries:
                 self._drop(digest)
@@ -226,14 +204,8 @@ class RamTier:
     def set_aside(self, digest: str, layers: Iterable[int] = ()) -> None:
         self.discard(digest)
 
-    def close(self) -> None: ...
-
     def _drop(self, digest: str) -> None:
         self._bytes -= self._entries.pop(digest).nbytes
-
-
-CACHE_TIERS: dict[str, type[CacheTier]] = {RamTier.name: RamTier}
-RAM, NVME = RamTier.name, "nvme"
 
 
 def read_entry(entry: StoredEntry, tier: KVTier) -> EncodedEntry | None:
@@ -334,7 +306,8 @@ class TierStats:
 class StoreStats:
     """A store's tiers, and what happened since it was opened by this process."""
 
-    tiers: Mapping[str, TierStats]  # by name, the fastest first; RAM's hits include entries that wait to be written
+    ram: TierStats  # its hits include entries that wait to be written
+    nvme: TierStats  # whichever process wrote the entries
     misses: int  # keys that `get` and `pin` did not find
     damaged: int  # entries that were set aside
     pending_writes: int  # entries that wait to be written in the background
@@ -342,18 +315,6 @@ class StoreStats:
     failed_writes: int  # entries that the background could not write
     remote: RemoteStats | None = None  # None if there is no remote tier
 
-    @property
-    def ram(self) -> TierStats:
-        return self.tiers[RAM]
-
-    @property
-    def nvme(self) -> TierStats:
-        """Entries on NVMe, whichever process wrote them."""
-        return self.tiers[NVME]
-
     def as_dict(self) -> dict[str, object]:
         """Plain numbers and dicts, for JSON: a tier by its name."""
-        plain = asdict(self)
-        tiers: dict[str, object] = plain.pop("tiers")
-        remote = plain.pop("remote")
-        return tiers | ({} if remote is None else {"remote": remote}) | plain
+        return {name: value for name, value in asdict(self).items() if value is not None}

@@ -14,12 +14,12 @@ from cacheblend.loader import (
     Calibration,
     LoaderConfig,
     LoadingController,
-    copied_tiers,
     describe_device,
     read_calibration,
     read_profile,
 )
 from cacheblend.loader.profile import prefix_digest
+from cacheblend.store import RAM
 
 from .config import PRESETS, EngineConfig
 
@@ -43,7 +43,7 @@ def find_controller(config: EngineConfig, fusor: Fusor) -> LoadingController | N
         none_yet = "no profile of this model on %s; the recompute ratio is r* = %s until `cacheblend profile` has made one"
         logger.info(none_yet, describe_device(device), r_star)
         return None
-    return LoadingController(config.loader, profile, config.fusion.schedule, copied_tiers(device))
+    return LoadingController(config.loader, profile, config.fusion.schedule, [RAM] if device.type == "cpu" else [])
 
 
 def calibrated(config: EngineConfig, fusor: Fusor, prefix_ids: Sequence[int]) -> EngineConfig:

@@ -152,8 +152,8 @@ class Metrics(Collector):
         for name, what in TIER_METRICS.items():
             family = CounterMetricFamily if name in ("hits", "evictions") else GaugeMetricFamily
             metric = family(f"cacheblend_store_{name}", what, labels=["tier"])
-            for tier in stores[0].tiers:
-                metric.add_metric([tier], sum(getattr(store.tiers[tier], name) for store in stores))
+            for tier in ("ram", "nvme"):
+                metric.add_metric([tier], sum(getattr(getattr(store, tier), name) for store in stores))
             yield metric
         for name, what in STORE_COUNTERS.items():
             total = sum(getattr(store, name) for store in stores)
