@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from huggingface_hub import snapshot_download
+from huggingface_hub import repo_exists, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
@@ -44,14 +44,14 @@ def choose_dtype(checkpoint: torch.dtype | None, device: str | torch.device) -> 
     return checkpoint if is_fast else torch.float32
 
 
-def locate_model(path_or_hub_id: str) -> str:
+def locate_model(path_or_hub_id: str, **kwargs: Any) -> str:
     """Find what transformers loads for a model: its folder, if it is on this machine; else the hub id.
 
-    A GGUF file is converted when it is used for the first time, see `convert_gguf`.
+    A GGUF file is converted when it is used for the first time, see `convert_gguf`; `kwargs` are for transformers.
 
     Raises:
-        InputError: a folder that holds no model, a GGUF file that cannot be used, a known model that was not fetched, or a slip
-            in its name.
+        InputError: a folder that holds no model, a GGUF file that cannot be used, a known model that was not fetched, a slip
+            in its name, or a hub id of no model, or where the hub cannot be reached.
         UnsupportedModelError: a GGUF file of an architecture that cannot be blended.
     """
     name = str(path_or_hub_id)
@@ -63,13 +63,32 @@ def locate_model(path_or_hub_id: str) -> str:
         if not known.is_fetched:
             raise InputError(f"the model {name!r} is not on this machine; fetch it with `cacheblend model get {name}`")
         return str(known.folder)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).is_dir():
         files = sorted(Path(name).glob("*.gguf")) if Path(name).is_dir() else []
         remedy = f"name the GGUF file itself, such as {files[0]}" if files else "give a directory, a GGUF file or a hub id"
         raise InputError(f"no model at {name!r}: it is not a model directory, as it has no config.json; {remedy}")
     if "/" not in name:
-        find_model(name)  # refuses it: the hub, whose ids have an owner, would be asked for half a minute without a network
+        find_model(name)  # refuses it: the hub's ids have an owner
+    _check_hub(name, kwargs)
     return name
+
+
+def _check_hub(name: str, kwargs: dict[str, Any]) -> None:
+    """Refuse a hub id by one look, unless it is cached: transformers would look for half a minute without a network."""
+    files = [str(PurePosixPath(kwargs.get("subfolder", ""), file)) for file in ("config.json", "tokenizer_config.json")]
+    where = _options(kwargs, "revision", "cache_dir")
+    try:
+        if any(isinstance(try_to_load_from_cache(name, file, **where), str) for file in files) or repo_exists(name):
+            return
+        why = "the hub has none of this name, or none that the login here may see"
+    except Exception as error:  # of the HTTP library, whichever that is
+        why = f"the hub cannot be asked ({error})"
+    raise _no_model(name, why)
+
+
+def _no_model(name: str, why: object) -> InputError:
+    others = f"give a model directory, a GGUF file, another hub id, or a known name ({', '.join(KNOWN_MODELS)})"
+    return InputError(f"no model at {name!r}: {why}; {others}")
 
 
 def load_model(
@@ -83,7 +102,7 @@ def load_model(
         InputError: no such dtype, no model there, or its files cannot be read.
         UnsupportedModelError: transformers has no causal LM for it.
     """
-    name = locate_model(path_or_hub_id)
+    name = locate_model(path_or_hub_id, **kwargs)
     try:
         dtype = _resolve_dtype(dtype, name, device, kwargs)
         options = {**kwargs, **NO_CODE, "output_loading_info": True}
@@ -99,10 +118,7 @@ def load_model(
     except SafetensorError as error:
         raise InputError(f"the weights of {name!r} are damaged ({error}); fetch or save them again") from error
     except OSError as error:
-        raise InputError(
-            f"no model at {name!r}: give a model directory, a GGUF file, a hub id where the hub can be reached, "
-            f"or a known name ({', '.join(KNOWN_MODELS)})"
-        ) from error
+        raise _no_model(name, str(error).partition("\n")[0]) from error
     except RuntimeError as error:
         if "mismatched_sizes" not in str(error):
             raise
@@ -131,7 +147,7 @@ def load_tokenizer(path_or_hub_id: str, **kwargs: Any) -> Any:
     Raises:
         InputError, UnsupportedModelError: see `locate_model`.
     """
-    name = locate_model(path_or_hub_id)
+    name = locate_model(path_or_hub_id, **kwargs)
     if Path(name).is_dir() and not has_tokenizer_files(Path(name)):
         return None
     try:

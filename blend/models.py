@@ -92,8 +92,9 @@ def find_model(name: str) -> KnownModel:
     """A known model by its name; an InputError lists the known ones."""
     if name not in KNOWN_MODELS:
         near = "".join(f"; did you mean {each}?" for each in get_close_matches(name, KNOWN_MODELS, 1, 0.8))
-        known = f"known are {', '.join(KNOWN_MODELS)} (see `cacheblend model ls`); a hub id is OWNER/NAME"
-        raise InputError(f"no model is known as {name!r}{near or ';'} {known}")
+        known = f"known are {', '.join(KNOWN_MODELS)} (see `cacheblend model ls`)"
+        of_hub = "a hub id is OWNER/NAME, and needs no fetch: --model OWNER/NAME loads it"
+        raise InputError(f"no model is known as {name!r}{near or ';'} {known}; {of_hub}")
     return KNOWN_MODELS[name]
 
 

@@ -30,6 +30,7 @@ CONVERTED_SUFFIXES = re.compile(
     r"\.(pdf|doc[xm]?|dot[xm]|ppt[xm]?|pps[xm]|potx|xls[xm]?|xlt[xm]|f?od[tsp]|ott|epub|fb2|x?html?|mht(ml)?|eml|mbox|rtf|ipynb)"
 )
 MARKDOWN_SUFFIXES = ("", ".md", ".markdown", ".mdx", ".txt")  # and the converted; "# " elsewhere is a comment
+TITLED_SUFFIXES = (".md", ".markdown", ".mdx")  # and the converted: a first heading is the title, no comment
 CSV_SUFFIXES = (".csv", ".tsv")
 # A file's part, and the file.
 _PART = re.compile(r"\A(.+)#(?:page|slide|sheet|line|message)=.+", re.DOTALL)
@@ -38,6 +39,12 @@ _TABLE = re.compile(r"^(\|[^\n]*\n\|(?:[ :]*-+[ :]*\|)+[ \t]*\n)(?:\|[^\n]*\n?)*
 _URL = re.compile(r"https?://[^/?#]*(?P<path>[^?#]*)", re.IGNORECASE)
 MAX_HEADING_CHARACTERS = 80
 _LINE = re.compile(r"^ {0,3}(?:(?P<fence>```|~~~)|(?P<marks>#{1,6})[ \t]+(?P<heading>\S.*))", re.MULTILINE)
+# What a Markdown text begins with: the title of its front matter, or a heading of the first level without links and pictures.
+_MATTER, _PLAIN = r"---[ \t\r]*\n(?:(?!---)[^\n]{0,999}\n){0,32}?", r"((?:(?!\][(\[]|<\w)[^\n]){1,200})"
+_FRONT = re.compile(
+    rf"\A\s*+(?:{_MATTER}title:[ \t]++([^\n]{{1,200}})|(?:{_MATTER}---\s+)?(?:#[ \t]++{_PLAIN}|{_PLAIN}\n===[=\s]*))$",
+    re.MULTILINE,
+)
 _CLOSING = re.compile(r"(?<![ \t])[ \t]++#*+[ \t]*+$")
 
 
@@ -229,8 +236,14 @@ def chunk_places(document_id: str, title: str, texts: Sequence[str]) -> Iterator
         last = line + text.rstrip().count("\n")
         first = min(line + text[: len(text) - len(text.lstrip())].count("\n"), last)  # white space alone has no last line
         line += text.count("\n")
-        headings = tuple(heading for heading in above if heading.casefold() != title.casefold())
+        headings = tuple(heading for heading in above if heading.casefold() != title[:MAX_HEADING_CHARACTERS].casefold())
         yield ChunkPlace((max(first, 1), max(last, 1)) if has_lines else None, headings)
+
+
+def front_title(text: str) -> str:
+    """The title that a Markdown text begins with; empty if there is none."""
+    found = _FRONT.match(text)
+    return _CLOSING.sub("", (found[1] or found[2] or found[3]).strip("\"' \t\r")) if found else ""
 
 
 def _headings_above(texts: Iterable[str]) -> Iterator[tuple[str, ...]]:
@@ -263,6 +276,13 @@ def _suffix(document_id: str) -> str:
     return ".html" if url and not CONVERTED_SUFFIXES.fullmatch(suffix) else suffix
 
 
+def _file_name(document_id: str) -> str:
+    """The name, without its suffix, of the file of a document that may have another title; else empty."""
+    path, suffix = PurePosixPath(file_of(document_id)), _suffix(document_id)
+    is_titled = suffix in TITLED_SUFFIXES or CONVERTED_SUFFIXES.fullmatch(suffix)
+    return path.stem if is_titled and not _URL.match(document_id) else ""
+
+
 def file_of(document_id: str) -> str:
     """The id of the file that a document is a part of, else its own."""
     found = _PART.fullmatch(document_id)
@@ -292,12 +312,13 @@ class TableHead:
 
 
 def found_texts(document_id: str, title: str, texts: Sequence[str], shorten: Callable[[str], str] = str) -> Iterator[str]:
-    """Texts to embed and to search for a document's chunks: each text after the title and its headings.
+    """Texts to embed and to search for a document's chunks: each text after the file's name, the title and its headings.
 
     The first chunk has the title in its text. `shorten` cuts the title and the headings; the innermost headings remain.
     """
-    short = shorten(title)
+    short, name = shorten(title), _file_name(document_id)
+    name = "" if name.casefold() in title.casefold() else shorten(name)
     for position, (text, place) in enumerate(zip(texts, chunk_places(document_id, title, texts), strict=True)):
         paths = [" > ".join(place.headings[first:]) for first in range(len(place.headings))]
         path = next((each for each in paths if shorten(each) == each), shorten(paths[-1]) if paths else "")
-        yield "\n".join([*filter(None, (short if position else "", path)), text])
+        yield "\n".join([*filter(None, (name, short if position else "", path)), text])

@@ -451,7 +451,7 @@ def served(folder: Path, keys: dict[str, str], model: str) -> Iterator[tuple[str
         port = free.getsockname()[1]
     tables = "".join(f'[tenants.{name}]\napi_key_sha256 = ["{hash_key(key)}"]\n' for name, key in keys.items())
     (folder / "serve.toml").write_text(f'store_dir = "{folder / "store"}"\n{tables}', encoding="utf-8")
-    command = [sys.executable, "-m", "cacheblend.cli.main", "serve", "--model", model, "--port", str(port)]
+    command = [sys.executable, "-m", "cacheblend", "serve", "--model", model, "--port", str(port)]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen([*command, "--config", str(folder / "serve.toml")], stdout=log, stderr=log)
     try:

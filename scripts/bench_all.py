@@ -63,7 +63,7 @@ class Bench:
         with tempfile.TemporaryDirectory() as folder:
             out = ("--cases", self.few(cases), "--json", *(() if "--out" in options else ("--out", Path(folder) / "run")))
             words = ("eval", name, "--model", model, "--methods", f"full_recompute,{methods}", *fixed, *out, *options)
-            return dict(run("-m", "cacheblend.cli.main", *words)["methods"])
+            return dict(run("-m", "cacheblend", *words)["methods"])
 
     def quality(self) -> str:
         """The preset, a fixed ratio and the paper's selection, given passages; then over the retriever's own chunks."""
@@ -105,7 +105,7 @@ class Bench:
             runs = [Path(folder) / name for name in DRAWN]
             for name, out in zip(DRAWN, runs, strict=True):
                 self.eval(name, self.models[0], methods, 20, "--ratios", ",".join(map(str, RATIOS)), "--out", out)
-            report = [sys.executable, "-m", "cacheblend.cli.main", "eval", "report", *runs, "--figure", picture]
+            report = [sys.executable, "-m", "cacheblend", "eval", "report", *runs, "--figure", picture]
             subprocess.run(list(map(str, report)), check=True, stdout=subprocess.DEVNULL)
         return f"![KL of the first token and F1 against compute](figures/{picture.name})"
 

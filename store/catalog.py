@@ -292,6 +292,8 @@ SELECT digest FROM document_chunks mine WHERE document = ? AND NOT EXISTS (
 )
 """
 
+_Change = Callable[[sqlite3.Connection], None]  # of the rows of documents
+
 
 class DocumentTable:
     """Documents and the digests of their chunks; a chunk's KV goes with the last document that has the chunk. Thread-safe.
@@ -301,10 +303,10 @@ class DocumentTable:
 
     Args:
         nvme: the tier that holds the entries and the catalog.
-        forget: drops the copies in RAM, the queued writes and the remote objects of entries that are gone.
+        forget: drops the copies in RAM, the queued writes and, if asked to, the remote objects of entries that are gone.
     """
 
-    def __init__(self, nvme: NvmeTier, forget: Callable[[Iterable[str]], None]) -> None:
+    def __init__(self, nvme: NvmeTier, forget: Callable[[Sequence[str], bool], None]) -> None:
         self._nvme, self._forget, self._database = nvme, forget, nvme.catalog.database
 
     def get(self, id_: str) -> StoredDocument | None:
@@ -373,7 +375,10 @@ class DocumentTable:
             return self._change(lambda _: None, [key.digest for key in keys])
 
     def drop_others(self, model: str, codec: str) -> None:
-        """Remove all KV of other models and codecs than these, and what documents have of chunks without KV; as `delete`."""
+        """Remove all KV of other models and codecs than these, and what documents have of chunks without KV; as `delete`.
+
+        The remote tier keeps its objects, which other stores may use.
+        """
 
         def change(transaction: sqlite3.Connection) -> None:
             transaction.executemany("DELETE FROM document_chunks WHERE digest = ?", rows)
@@ -382,7 +387,7 @@ class DocumentTable:
         with self._nvme.exclusive():
             rows = self._database.rows("SELECT digest FROM entries WHERE model != ? OR codec != ?", model, codec)
             gone = [digest for (digest,) in rows]
-            self._change(change, gone, gone)
+            self._change(change, gone, gone, remote=False)
             self.forget_texts(())
 
     def delete(self, id_: str) -> int:
@@ -429,15 +434,14 @@ class DocumentTable:
         query = "SELECT digest FROM document_chunks WHERE document = ?"
         return list(dict.fromkeys(digest for id_ in ids for (digest,) in self._database.rows(query, id_)))
 
-    def _change(
-        self, change: Callable[[sqlite3.Connection], None], digests: Sequence[str], own: Sequence[str] | None = None
-    ) -> int:
+    def _change(self, change: _Change, digests: Sequence[str], own: Sequence[str] | None = None, *, remote: bool = True) -> int:
         """Change documents, and remove the KV of those chunks that no document has then, in one transaction.
 
         Args:
             change: changes the rows of documents.
             digests: the chunks that may have lost their last document.
             own: the entries that go in any case, where the change frees room; see `on_full_disk_too`.
+            remote: whether the remote tier's objects go, too.
 
         Returns:
             How many of the chunks no document has.
@@ -453,5 +457,5 @@ class DocumentTable:
 
         with self._nvme.changing(digests):
             dropped = commit() if own is None else self._nvme.on_full_disk_too(commit, own)
-            self._forget(dropped)
+            self._forget(dropped, remote)
         return len(dropped)

@@ -187,7 +187,7 @@ class KVStore:
         with self._live.exclusive():
             waits = key.digest in self._queue
             removed = self._nvme.remove([key.digest])
-            self._forget_everywhere([key.digest])
+            self._forget_gone([key.digest])
         return bool(removed) or waits
 
     def exclusive(self) -> AbstractContextManager[None]:
@@ -199,7 +199,7 @@ class KVStore:
 
     @property
     def documents(self) -> DocumentTable:
-        return DocumentTable(self._live, self._forget_everywhere)
+        return DocumentTable(self._live, self._forget_gone)
 
     @property
     def has_remote(self) -> bool:
@@ -338,10 +338,9 @@ class KVStore:
         for digest in digests:
             self._ram.discard(digest)
 
-    def _forget_everywhere(self, digests: Iterable[str]) -> None:
-        """Let go of what was deleted, in the remote tier too."""
-        digests = list(digests)
-        if self._remote is not None:
+    def _forget_gone(self, digests: Sequence[str], remote: bool = True) -> None:
+        """Let go of what was deleted, in the remote tier too unless `remote` is false."""
+        if self._remote is not None and remote:
             for digest in digests:  # before `_forget`: no fetch finds it from now on, and what an earlier one brings goes
                 self._remote.put(digest, None)
         self._forget(digests)

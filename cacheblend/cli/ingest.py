@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import closing, contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
@@ -81,20 +81,14 @@ def ingest(
     _check_together(sources, store_dir, ray, vllm, watch=watch, prune=prune)
     fields = _read_fields(metadata or (), is_here=not (watch or ray.ray or vllm.vllm))
     stream = DocumentStream(sources, WebFiles(allow_private=allow_private_urls), fields)
-    try:
-        with closing(stream), _interrupted_by_sigterm() if watch else nullcontext():
-            if vllm.vllm is not None:
-                with IngestProgress(_measured(stream)) as progress:
-                    report = upload_documents(stream, vllm, stream.report.faults, progress)
-            elif ray.ray is not None:
-                report = _ingest_on_ray(sources, stream, _config(settings, model, store_dir), ray, yes=yes)
-            else:
-                report = _ingest(stream, _config(settings, model, store_dir), sources if watch else (), yes=yes, prune=prune)
-    except KeyboardInterrupt:
-        terminal.note("interrupted; what was done is stored, and the same command goes on from there")
-        if not watch:  # which ends by a signal and in no other way
-            raise
-        return
+    with _resumable(is_failure=not watch), closing(stream):  # --watch ends by a signal and in no other way
+        if vllm.vllm is not None:
+            with IngestProgress(_measured(stream)) as progress:
+                report = upload_documents(stream, vllm, stream.report.faults, progress)
+        elif ray.ray is not None:
+            report = _ingest_on_ray(sources, stream, _config(settings, model, store_dir), ray, yes=yes)
+        else:
+            report = _ingest(stream, _config(settings, model, store_dir), sources if watch else (), yes=yes, prune=prune)
     faults, skipped = stream.report.faults, stream.report.skipped
     terminal.print_result({**report.as_dict(), "faults": faults, "skipped": skipped}, _summary(report), as_json)
     if faults and not watch:  # whose faults were printed when they came
@@ -115,8 +109,8 @@ def reindex(
     """Compute the ingested documents' KV for another model, from their texts in the index; no file is read again.
 
     Stop a service on the store first. The index is made the new model's; a new --embedder embeds all anew. Then all KV of other
-    models and other --kv-cache-dtype is removed, and the new model's computed. An interrupted run goes on where it was. Chunks
-    stay as they were cut.
+    models and other --kv-cache-dtype is removed here, and the new model's computed; a remote tier keeps the old, for others. An
+    interrupted run goes on where it was. Chunks stay as they were cut.
 
     Examples:
 
@@ -128,7 +122,7 @@ def reindex(
     config = settings.make(EngineConfig, model=options.check_path(model), store_dir=store_dir, chunk_tokens=chunk_tokens)
     tokens = chunk_tokens * sum(document.chunks for document in documents)  # at most, about
     config, fusor = _load(config, lambda _: tokens, yes=yes)
-    with IngestProgress(StreamSize(len(documents))) as progress:
+    with _resumable(), IngestProgress(StreamSize(len(documents))) as progress:
         from cacheblend.service.engine.engine import Engine
 
         with Engine(config, fusor=fusor, rewriting=progress) as engine:
@@ -172,11 +166,18 @@ def _config(settings: options.Settings, model: str | None, store_dir: Path) -> E
 
 
 @contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """SIGTERM is as Ctrl-C: what is open is closed."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def _resumable(*, is_failure: bool = True) -> Iterator[None]:
+    """End a command at SIGTERM as at Ctrl-C: what is open is closed, and what stays is said."""
+
+    def stop(number: int, _: object) -> None:
+        raise KeyboardInterrupt(number)
+
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
+    except KeyboardInterrupt as error:
+        terminal.note("interrupted; what was done is stored, and the same command goes on from there")
+        raise typer.Exit(128 + (*error.args, signal.SIGINT)[0] if is_failure else 0) from None
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -132,7 +132,3 @@ def main(arguments: list[str] | None = None) -> None:
             line = f"error: {type(error).__name__}: {error} (unforeseen; run with --debug and report it)"
         print(terminal.visible(line), file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError | InputError) else 1)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.filesize import decimal
 
 from cacheblend.base.errors import InputError
 from cacheblend.retriever.index import INDEX_FILE, IndexedDocuments
@@ -109,8 +110,11 @@ def list_documents(
     if as_json:
         terminal.print_json({"documents": [status.as_dict() for status in found]})
         return
-    columns = ("id", "title", "parts", "chunks", "stored_chunks", "shared_chunks", "stored_bytes")
-    terminal.print_table(columns, ([getattr(each, name) for name in columns] for each in found))
+    rows = []
+    for one in found:
+        title = "" if one.title in one.id else one.title
+        rows.append((one.id, one.chunks, one.stored_chunks, decimal(one.stored_bytes), title))
+    terminal.print_table(("id", "chunks", "with KV", "size", "title"), rows)
     terminal.print_line(counted(len(found), "document"))
 
 

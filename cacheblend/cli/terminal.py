@@ -18,10 +18,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import MofNCompleteColumn, Progress
 from rich.segment import Segment
-from rich.table import Table
 from rich.text import Text
 
 from cacheblend.base import threads
@@ -83,12 +83,14 @@ def counted(number: int, noun: str) -> str:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table on stdout, whose first column, the names, gives way last and is never cut."""
-    table = Table(*columns)
-    table.columns[0].no_wrap, table.columns[0].overflow = True, "fold"
-    for row in rows:
-        table.add_row(*map(str, row))
-    stdout.print(table)
+    """A table on stdout, a line a row, whatever the terminal's width: no cell is cut. Figures stand at the right."""
+    lines = [[visible(" ".join(str(cell).split())) for cell in row] for row in (columns, *rows)]
+    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+    are_figures = [all(cell[:1].isdigit() for cell in cells) for _, *cells in zip(*lines, strict=True)]
+    for line in lines:
+        gaps = [" " * (width - cell_len(cell)) for cell, width in zip(line, widths, strict=True)]
+        padded = (gap + cell if is_figure else cell + gap for cell, gap, is_figure in zip(line, gaps, are_figures, strict=True))
+        print_line("  ".join(padded).rstrip())
 
 
 def print_line(line: str) -> None:

@@ -20,11 +20,12 @@ from typing import Any, BinaryIO
 
 from cacheblend.base.errors import CacheBlendError, InputError, needs_extra
 from cacheblend.retriever import Document, PlainTokenizer
+from cacheblend.retriever.document import TITLED_SUFFIXES, front_title
 from cacheblend.retriever.metadata import Metadata
 
 from .file_converter import FileConverter
 from .file_readers import KINDS
-from .pdf_text import BLANK
+from .pdf_text import WITHOUT_TEXT
 from .text_encoding import MAX_SAMPLE_BYTES, decoded
 from .web_pages import SCHEMES, WebFiles
 
@@ -76,8 +77,8 @@ class SourceReport:
                 self.faults[name] = why
 
     def note(self, place: str, why: str) -> None:
-        """Enter a part of a file that gave no document; the others of it do."""
-        if why == BLANK:
+        """Enter a part of a file that gave no document, where others of it do; a page without text is skipped."""
+        if why in WITHOUT_TEXT:
             self.skipped[place] = why
         else:
             self.faulty_parts += 1
@@ -286,9 +287,10 @@ def file_documents(
 ) -> Iterator[Document]:
     """The documents of a file; see `DocumentStream`.
 
-    Parts of it have their place appended to `id_`; `where` names it in messages, in place of its path. `check` is called once a
-    line, and again and again during a conversion; what it raises ends the reading. `max_bytes` bounds JSON lines, unpacked.
-    `fault` is called with the place and the fault of a line or a page that is no document; left out, the first one is raised.
+    Parts of it have their place appended to `id_`; `where` names it in messages, in place of its path. A text that begins with
+    no title has `title`; left out, the file's name. `check` is called once a line, and again and again during a conversion;
+    what it raises ends the reading. `max_bytes` bounds JSON lines, unpacked. `fault` is called with the place and the fault of
+    a line or a page that is no document; left out, the first one is raised.
 
     Raises:
         InputError: the file is no document. NoTextError: it is empty, or of an unknown kind and no text.
@@ -307,7 +309,7 @@ def file_documents(
     if kind is not None:
         for part in converter.convert(path, check, where):
             place, at = (f"#{part.place}", f"{where}, {part.place}") if part.place else ("", where)
-            of_part = f"{title}, {part.place.replace('=', ' ')}" if place else title
+            of_part = f"{title}, {part.place.replace('=', ' ')}" if place else front_title(part.text) or title
             try:
                 if part.fault:
                     raise InputError(part.fault)
@@ -315,7 +317,9 @@ def file_documents(
             except InputError as error:
                 fault(at, str(error).removeprefix(f"{at}: "))
         return
-    yield _document({"id": id_, "title": title, "text": _read_text(path, where)}, where)
+    text = _read_text(path, where)
+    title = (name.removesuffix(".gz").endswith(TITLED_SUFFIXES) and front_title(text)) or title
+    yield _document({"id": id_, "title": title, "text": text}, where)
 
 
 def _read_text(path: Path, where: str) -> str:

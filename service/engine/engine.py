@@ -178,8 +178,9 @@ class Engine:
     def reindex(self, progress: Progress | None = None) -> IngestReport:
         """Compute the KV of all documents, from the texts in the index, where it is not stored; others' is removed first.
 
-        Others' is KV of another model or codec than this engine's, also of texts that requests brought. If it ends early, the
-        same call goes on from there. See `ingest_stream` for progress and errors.
+        Others' is KV of another model or codec than this engine's, also of texts that requests brought; the remote tier keeps
+        it, which other stores may use. If it ends early, the same call goes on from there. See `ingest_stream` for progress
+        and errors.
         """
         self._check_open()
         self.store.documents.drop_others(self.fusor.fingerprint, self.config.kv_cache_dtype)

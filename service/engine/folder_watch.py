@@ -18,7 +18,7 @@ from .document_sources import UNLISTED, NoTextError, SourceReport, file_document
 from .engine import Engine
 from .file_converter import FileConverter
 from .ingest import IngestReport
-from .pdf_text import BLANK
+from .pdf_text import WITHOUT_TEXT
 
 RECORD_FILE = "watched.json"
 RESCAN_MS = 60_000  # also without an event: network shares send none
@@ -122,7 +122,7 @@ class FolderWatch:
                 raise InputError(f"{file}: {others[0]} has a document of the id {one.id!r}; rename it")
         if changed := [one for one in documents if self._engine.retriever.version(one.id) != one.version]:
             report.ingested += self._engine.ingest_stream(changed)
-        unread = any(not why.endswith(BLANK) for why in faults)  # what stood there stays
+        unread = any(not why.endswith(WITHOUT_TEXT) for why in faults)  # what stood there stays
         now = {**(last.documents if unread else {}), **{one.id: one.version for one in documents}}
         self._delete(name, {one: last.documents[one] for one in last.documents.keys() - now}, report)
         self._files[name] = WatchedFile(seen, now, "; ".join(faults))

@@ -243,7 +243,9 @@ def book_parts(path: Path) -> Iterator[tuple[str, str, str]]:
                 chapters.append(text)
     if not chapters:
         raise InputError("has no chapters in it; save it anew")
-    names = [" ".join(one.text.split()) for one in root.iter("{*}title", "{*}creator") if one.text]
+    names = [
+        "# " * (_name(one) == "title") + " ".join(one.text.split()) for one in root.iter("{*}title", "{*}creator") if one.text
+    ]
     yield "", "\n\n".join([*names, *chapters]), ""
 
 
@@ -276,4 +278,5 @@ def html_text(raw: bytes, *, is_page: bool = True) -> str:
         least = MENU_ARTICLE_SHARE if linked > MENU_SHARE * words else ARTICLE_SHARE
         text = article if len(article.split()) >= least * (words - linked) else text
     title = " ".join((tree.findtext(".//title") or "").split())
-    return text if title in text[: 2 * len(title) + 2] else f"# {title}\n\n{text}"
+    is_titled = text.startswith("# ") and title in text[: 2 * len(title) + 2]
+    return text if is_titled or not title else f"# {title}\n\n{text}"

@@ -20,6 +20,7 @@ from cacheblend.base.errors import InputError
 Rectangle = tuple[float, float, float, float]
 PICTURES = "pictures without text; make a text by OCR first"
 BLANK = "blank, or damaged"
+WITHOUT_TEXT = (PICTURES, BLANK)  # pages that nothing is lost of, where others have text
 NO_LANGUAGE = "its fonts do not say which characters they draw; make a text by OCR first"
 ODD_SHARE = 0.3  # of characters that no language has, in a text that is none
 LATIN_SHARE = 0.5  # of accented letters: 0.15 in Vietnamese, nearly all where the bytes of another script are shown

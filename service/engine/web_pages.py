@@ -6,7 +6,6 @@ Only the person who runs a command names URLs; no client of the service does.
 from __future__ import annotations
 
 import asyncio
-import html
 import ipaddress
 import re
 import socket
@@ -28,7 +27,6 @@ HEADERS = {"User-Agent": "cacheblend", "Accept-Encoding": "gzip"}
 HOLDS_V4, GLOBAL_V6 = list(map(ipaddress.ip_network, ("::ffff:0:0/96", "64:ff9b::/96"))), ipaddress.ip_network("2000::/3")
 # Networks that `is_global` passes: clouds' own services, multicast, and addresses that hold another one.
 INTERNAL = list(map(ipaddress.ip_network, ("192.0.0.0/24", "168.63.129.16/32", "224.0.0.0/4", "2001::/32", "2002::/16")))
-_TITLE = re.compile(r"<title[^<>]*+>([^<]{1,300})</title>", re.IGNORECASE)
 _CHARSET = re.compile(r"(utf|iso|cp|windows|latin|koi8|shift|sjis|euc|gb|big5|us-ascii)", re.IGNORECASE)  # others may be slow
 
 
@@ -58,7 +56,7 @@ class WebFiles:
     _files: dict[str, tuple[Path, str] | InputError] = field(default_factory=dict)
 
     def fetch(self, url: str) -> tuple[Path, str]:
-        """The file at a URL, and its title; InputError if it cannot be had, or is beyond bounds or at a private address."""
+        """The file at a URL, and its name; InputError if it cannot be had, or is beyond bounds or at a private address."""
         if url not in self._files:
             try:
                 self._files[url] = asyncio.run(self._fetch(url))
@@ -88,19 +86,17 @@ class WebFiles:
             return self._saved(answer, bytes(body))
 
     def _saved(self, answer: httpx.Response, body: bytes) -> tuple[Path, str]:
-        """An answer's body in a file, whose suffix names its kind, and its title."""
+        """An answer's body in a file, whose suffix names its kind, and its name."""
         name = PurePosixPath(answer.url.path)
         kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         suffix = SUFFIXES.get(kind) or (name.suffix.lower() if name.suffix[1:].isalnum() else ".txt")
         if suffix in (".html", ".txt", ".md", ".csv") and (charset := _CHARSET.match(answer.charset_encoding or "")):
             with suppress(LookupError, UnicodeError):  # where the server is wrong, the file's own bytes decide
                 body = body.decode(charset.string).encode()
-        found = _TITLE.search(body[: 2**16].decode(errors="replace")) if suffix == ".html" else None
         self._folder = self._folder or tempfile.TemporaryDirectory(prefix="cacheblend-web-")
         path = Path(self._folder.name, f"{len(self._files)}{suffix}")
         path.write_bytes(body)
-        title = " ".join(html.unescape(found[1]).split()) if found else name.stem
-        return path, title or answer.url.host
+        return path, name.stem or answer.url.host
 
 
 class _Transport(httpx.AsyncHTTPTransport):

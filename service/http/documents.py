@@ -45,6 +45,7 @@ LISTED, MAX_LISTED = 100, 1000  # documents of a page
 FORM_FIELDS = ("file", "id", "metadata")
 MAX_FILES = 100  # of a form
 CHECK_EVERY_S = 0.1  # while a file is read: other uploads have their turns then, and a line is read in less
+_ESCAPES = re.compile("%(22|0D|0A)")  # of browsers in a name, by the HTML standard; no other character is escaped
 _SUFFIX = re.compile(r"(\.jsonl\.gz|\.[a-z0-9]{1,8})$")  # says of which kind a file is; names in a file system hold few bytes
 
 
@@ -213,7 +214,8 @@ async def _read_form(request: Request) -> list[FormFile]:
         except InputError as error:
             raise refused("metadata", str(error)) from None
         for file in files:
-            name = PurePosixPath(PureWindowsPath(file.filename or "").name).name
+            given = _ESCAPES.sub(lambda found: chr(int(found[1], 16)), file.filename or "")
+            name = PurePosixPath(PureWindowsPath(given).name).name
             names = {"file": name, "id": str(form.get("id") or name)}
             for field, one in names.items():
                 if not 0 < len(one) <= MAX_NAME_CHARACTERS or NO_ID.search(one) or file_of(one) != one or one in found:

@@ -22,7 +22,7 @@ from gguf_models import tiny_checkpoint, write_gguf
 from safetensors.torch import load_file
 
 from cacheblend.base.errors import InputError, MissingExtraError, ModelFetchError
-from cacheblend.blend import Fusor, Segment, models
+from cacheblend.blend import Fusor, Segment, loading, models
 from cacheblend.blend.gguf_file import converted_folder
 from cacheblend.blend.models import KNOWN_MODELS, KnownModel, Licence, fetch_model, find_model
 
@@ -194,6 +194,29 @@ def test_a_slip_in_a_name_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> No
             find("smollm2-153m")
         with pytest.raises(InputError, match=r"no model is known as 'nosuch'.*OWNER/NAME"):
             find("nosuch")
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (lambda _: False, "the hub has none of this name"),
+        (lambda _: 1 // 0, r"the hub cannot be asked \(.*zero\)"),
+    ],
+)
+def test_a_hub_id_is_looked_up_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Callable[[str], bool], why: str
+) -> None:
+    """One that is on no hub, or whose hub does not answer, is refused before transformers asks again and again."""
+    monkeypatch.setattr(loading, "repo_exists", answer)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("transformers asked"))
+    for load in (Fusor.from_pretrained, loading.read_config, loading.load_tokenizer):
+        with pytest.raises(InputError, match=rf"no model at 'nobody/nothing': {why}.*, {', '.join(KNOWN_MODELS)}|known name"):
+            load("nobody/nothing")
+    folder = tmp_path / "models--nobody--nothing"
+    for name, text in (("refs/main", "1"), ("snapshots/1/config.json", "{}")):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(text)
+    assert loading.locate_model("nobody/nothing", cache_dir=tmp_path) == "nobody/nothing", "it is cached"
 
 
 def test_a_folder_of_a_known_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend.retriever import Document, Retriever, RetrieverConfig, Splitter
-from cacheblend.retriever.document import ChunkPlace, chunk_places, found_texts
+from cacheblend.retriever.document import ChunkPlace, chunk_places, found_texts, front_title
 from cacheblend.retriever.index import IndexedDocuments
 
 PAGES = "Every request goes to the desk and is answered there within some days. " * 4
@@ -84,11 +84,38 @@ def test_headings() -> None:
 
 
 def test_found_texts() -> None:
-    """A chunk is found by title and headings, each of which the caller may shorten; the first has the title in its text."""
+    """A chunk is found by file, title and headings, which the caller may shorten; the first has the title in its text."""
     texts = ["Title\n# One\n## Two\n", "words"]
     for letters, above in ((9, "One > Two"), (8, "Two"), (2, "Tw")):
-        assert list(found_texts("g.md", "Ti", texts, lambda text, letters=letters: text[:letters]))[1] == f"Ti\n{above}\nwords"
-    assert next(found_texts("g.md", "Title", texts)) == texts[0]
+        found = found_texts("g.md", "Ti", texts, lambda text, letters=letters: text[:letters])
+        assert list(found)[1] == f"g\nTi\n{above}\nwords"
+    named = {"t.md": "", "g.docx#page=2": "g\n", "g.py": "", "https://a.b/g.html": "", "7": ""}
+    assert {id_: next(found_texts(id_, "Title", texts)) for id_ in named} == {
+        id_: f"{name}{texts[0]}" for id_, name in named.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "title"),
+    [
+        ("# Travel policy #\n\nTrains first.", "Travel policy"),
+        ("\n\n# C#\r\nx", "C#"),
+        ("Travel policy\n=============\n", "Travel policy"),
+        ("---\ndate: 2031\ntitle: 'It is here'\n---\n# Other\n", "It is here"),
+        ("---\ndate: 2031\n---\n\n# Other\n", "Other"),
+        ("# [Solved] The lamp\n", "[Solved] The lamp"),
+        ("# [a](b)\n", ""),
+        ("# <img src=x> Lamp\n", ""),
+        ("## Second level\n", ""),
+        ("Words.\n\n# Later\n", ""),
+        ("Two\nlines\n====", ""),
+        (f"# {'long ' * 50}\n", ""),
+        ("#!/bin/sh\n", ""),
+    ],
+)
+def test_front_title(text: str, title: str) -> None:
+    """A text's title is that of its front matter, or a plain heading of the first level before all words."""
+    assert front_title(text) == title
 
 
 def test_a_chunk_is_found_by_its_heading(tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ const path = (id) => `/v1/documents/${encodeURIComponent(id)}`;
 const named = ({ id, title }) => (!title || id.includes(title) ? id : title);
 
 function about(document) {
+  const id = named(document) === document.id ? "" : `${document.id}, `;
   const parts = document.parts > 1 ? `${counted(document.parts, "part")}, ` : "";
   const stored = document.stored_chunks >= document.chunks ? "ready" : `${document.stored_chunks} ready`;
-  return `${parts}${counted(document.chunks, "chunk")}, ${stored}, ${(document.stored_bytes / 2 ** 20).toFixed(1)} MiB`;
+  return `${id}${parts}${counted(document.chunks, "chunk")}, ${stored}, ${(document.stored_bytes / 2 ** 20).toFixed(1)} MiB`;
 }
 
 async function act(work) {

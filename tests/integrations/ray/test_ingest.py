@@ -188,7 +188,7 @@ def test_remote_tier(configure: Callable[..., EngineConfig], corpus: Path, tmp_p
 
 def test_interrupt(model: Path, corpus: Path, tmp_path: Path) -> None:
     """Ctrl-C ends the command with a word, and every process of its cluster; what was done is kept."""
-    command = [sys.executable, "-m", "cacheblend.cli.main", "ingest", str(corpus), "-m", str(model)]
+    command = [sys.executable, "-m", "cacheblend", "ingest", str(corpus), "-m", str(model)]
     command += f"--ray local --ray-batch-documents 1 --chunk-tokens {CHUNK_TOKENS} -s {tmp_path / 'store'}".split()
     index = tmp_path / "store" / "index"
 

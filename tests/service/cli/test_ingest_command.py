@@ -114,7 +114,7 @@ def test_prune(run: CommandLine, tmp_path: Path) -> None:
 
 
 def end_by_sigterm() -> None:
-    if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:  # the command's own
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # the command's own
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -172,8 +172,11 @@ def test_watching_ends_at_sigterm(run: CommandLine, tmp_path: Path, monkeypatch:
     assert (refused.code, "--watch follows folders" in refused.err) == (2, True)
 
 
-def test_sigterm_before_watching(run: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGTERM while the folder is first ingested ends `--watch` with exit code 0, too."""
+@pytest.mark.parametrize(("options", "code"), [(["--watch"], 0), ([], 128 + signal.SIGTERM)], ids=["watching", "once"])
+def test_sigterm_while_ingesting(
+    run: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], code: int
+) -> None:
+    """SIGTERM ends an ingest as Ctrl-C does, and says what stays; `--watch`, which nothing else ends, with exit code 0."""
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("The news are short.")
     ingested = Engine.ingest_stream
@@ -183,6 +186,6 @@ def test_sigterm_before_watching(run: CommandLine, tmp_path: Path, monkeypatch: 
         return ingested(*arguments)
 
     monkeypatch.setattr(Engine, "ingest_stream", interrupted)
-    ended = run.on_store("ingest", str(tmp_path / "notes"), "--watch", "--json")
-    assert (ended.code, ended.out) == (0, "")
-    assert "interrupted; what was done is stored" in ended.err
+    ended = run.on_store("ingest", str(tmp_path / "notes"), *options, "--json")
+    assert (ended.code, ended.out) == (code, "")
+    assert "interrupted; what was done is stored, and the same command goes on" in ended.err

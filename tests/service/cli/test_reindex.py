@@ -8,6 +8,7 @@ import pytest
 from command_line import CommandLine
 from engines import DOCUMENTS, QUESTION, OpenEngine, make_model
 from fakes import FakeEmbedder
+from remote_servers import needs
 
 from cacheblend.base.errors import PromptTooLongError, RetrieverError, ServiceError
 from cacheblend.base.threads import Progress
@@ -90,6 +91,21 @@ def test_another_codec(open_engine: OpenEngine) -> None:
     engine = open_engine(kv_cache_dtype="int8")
     assert engine.reindex().computed == len(engine.store.ls())
     assert {entry.key.codec for entry in engine.store.ls()} == {"int8"}
+
+
+def test_the_remote_tier_keeps_others(open_engine: OpenEngine, other: Fusor, tmp_path: Path) -> None:
+    """The old model's KV in the remote tier may be another store's, and stays."""
+    needs("obstore", "objects")
+    shared = {"remote": f"file://{tmp_path}/shared"}
+    old = open_engine(store_dir=tmp_path / "one", **shared)
+    old.ingest(DOCUMENTS)
+    keys = [entry.key for entry in old.store.ls()]
+    old.close()
+    new = open_engine(store_dir=tmp_path / "one", fusor=other, rewriting=Progress(), **shared)
+    new.reindex()
+    assert new.store.flush_remote(10)
+    assert not any(key in new.store for key in keys)
+    assert all(new.store.find(keys))
 
 
 def test_a_refused_model_leaves_the_index(open_engine: OpenEngine, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cacheblend.cli import main as cli
-from cacheblend.cli.terminal import PlainConsole, VisibleFormatter, visible, visible_json
+from cacheblend.cli.terminal import PlainConsole, VisibleFormatter, print_table, visible, visible_json
 from cacheblend.retriever import document
 
 # Clears the screen; names the window; writes to the clipboard; clears it by C1; a link; a markup error; text backwards.
@@ -70,6 +70,16 @@ def test_a_console_writes_no_control_character(text: str) -> None:
     assert len({len(line) for line in written.splitlines() if line.startswith(("┏", "└"))}) == 1
     assert json.loads(visible_json(json.dumps(text, ensure_ascii=False))) == text
     assert visible(visible(text)) == visible(text)
+
+
+def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    """A row is one line, and no cell is cut, however narrow the terminal; figures stand at the right."""
+    print_table(("name", "size", "note"), [("東京", "9 kB", "two\nlines"), ("x" * 99, "10 kB", "\x1b[2J")])
+    assert capsys.readouterr().out.splitlines() == [
+        f"name{'':95}   size  note",
+        f"東京{'':95}   9 kB  two lines",
+        rf"{'x' * 99}  10 kB  \x1b[2J",
+    ]
 
 
 def test_log_lines() -> None:

@@ -32,6 +32,7 @@ from cacheblend.service.engine.document_sources import (
     file_documents,
 )
 from cacheblend.service.engine.file_converter import FileConverter, TextPart, join_short_parts
+from cacheblend.service.engine.pdf_text import PICTURES
 
 LINE = json.dumps({"id": "one", "text": "some text"})
 LONG = "The lamp is lit at dusk. " * 30  # makes a page long enough to be a document
@@ -90,6 +91,37 @@ def test_every_kind_is_read_with_its_place(office: Path) -> None:
     assert found.keys() == words.keys()
     assert {id_: text for id_, text in words.items() if text not in found[id_]} == {}
     assert "x()" not in found["page.html"]
+
+
+@needs_documents
+def test_titles(tmp_path: Path) -> None:
+    """A document has the title that its text begins with, an HTML page its own; others have the name of their file."""
+    page = "<html><head><title>Harbour tariff 2031</title></head><body>{}</body></html>"
+    titles = {
+        "travel.md": ("# Travel policy\n\nTrains first.", "Travel policy"),
+        "plain.md": ("Trains first.", "plain"),
+        "list.txt": ("# a comment\nnumpy", "list"),
+        "a.html": (page.format("<p>Forty crowns.</p>"), "Harbour tariff 2031"),
+        "b.html": (page.format("<h1>Harbour tariff 2031</h1><p>Forty crowns.</p>"), "Harbour tariff 2031"),
+        "c.html": ("<p>Forty crowns.</p>", "c"),
+    }
+    for name, (text, _) in titles.items():
+        (tmp_path / name).write_text(text)
+    pptx(tmp_path / "deck.pptx", ["# Sales"])
+    wanted = {name: title for name, (_, title) in titles.items()} | {"deck.pptx#slide=1": "deck, slide 1"}
+    assert {document.id: document.title for document in read(tmp_path)[0]} == wanted
+
+
+@needs_documents
+def test_pages_without_text(tmp_path: Path) -> None:
+    """A page that is a picture or blank is named and no fault where others have text, and a file of them alone is one."""
+    words = b"BT /F1 12 Tf 14 TL 72 720 Td (X ) Tj T* ET"
+    (tmp_path / "cover.pdf").write_bytes(pdf(["X", LONG]).replace(words, b"0 0 99 99 re f".ljust(len(words))))
+    documents, report = read(tmp_path / "cover.pdf")
+    assert [document.id for document in documents] == ["cover.pdf#page=2"]
+    assert (report.faults, report.skipped) == ({}, {f"{tmp_path / 'cover.pdf'}, page 1": PICTURES})
+    (tmp_path / "scan.pdf").write_bytes(pdf([""]))
+    assert list(read(tmp_path)[1].faults) == [str(tmp_path / "scan.pdf")]
 
 
 @pytest.mark.parametrize(

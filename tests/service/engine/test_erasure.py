@@ -62,7 +62,7 @@ def test_no_file_has_a_deleted_text(engine: Engine, by: str) -> None:
         if by == "the service":
             client.delete(f"/v1/documents/{ID}").raise_for_status()
         else:
-            command = [sys.executable, "-m", "cacheblend.cli.main", "documents", "delete"]
+            command = [sys.executable, "-m", "cacheblend", "documents", "delete"]
             subprocess.run([*command, ID, "--yes", "--store-dir", folder], check=True, capture_output=True)
         assert files_with(folder, traces) == set()
         assert "index/catalogue.sqlite" in files_with(folder, others)

@@ -107,7 +107,7 @@ def test_documents_of_urls(site: str) -> None:
     assert ARTICLE.strip() in found[f"{site}/article"].text
     assert "Careers" not in found[f"{site}/article"].text
     assert "The gate is green. Größe" in found[f"{site}/latin"].text
-    assert (found[f"{site}/notes.md"].title, found["row"].text) == ("notes", "A row.")
+    assert (found[f"{site}/notes.md"].title, found["row"].text) == ("Notes", "A row.")
     assert "drawer" in found[f"{site}/moved?a=b%20c"].text
     assert sorted(asked).count("/notes.md") == 2  # for itself, and by way of /moved
     assert asked.count("/data") == 1
@@ -145,7 +145,7 @@ def test_what_is_refused(site: str, path: str, why: str) -> None:
                 assert site + path in str(refused.value)
             else:
                 stream.measure()
-                assert [document.title for document in stream] == ["notes"]
+                assert [document.title for document in stream] == ["Notes"]
                 assert any(name.startswith(site + path) and why in fault for name, fault in stream.report.faults.items())
 
 

@@ -287,13 +287,14 @@ def test_documents(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
         assert "Café Müller" in text_of(engine, "latin.txt")
         page.get_by_role("button", name="Dismiss").click()
         assert page.locator("#uploads li").count() == 0
-        page.get_by_role("button", name="notes.md", exact=True).click()
+        page.get_by_text("notes.md, ").wait_for()  # beside the title
+        page.get_by_role("button", name="Lamps", exact=True).click()
         assert "harbour" in page.get_by_role("dialog").inner_text()
         assert page.locator("#shown_title").evaluate(
             "one => one === document.activeElement && one.closest('dialog').scrollTop === 0"
         )
         page.keyboard.press("Escape")
-        page.get_by_role("button", name="What is said about notes?").click()
+        page.get_by_role("button", name="What is said about Lamps?").click()
         page.locator("#summary:not(:empty)").wait_for()
         asked: list[str] = []
 
@@ -306,7 +307,7 @@ def test_documents(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
         assert page.locator("#documents li").count() == 2
         page.get_by_role("button", name="Delete latin.txt").click()
         wait_until(lambda: page.locator("#documents li").count() == 1)
-        assert [document.title for document in engine.documents.ls()] == ["notes"]
+        assert [document.title for document in engine.documents.ls()] == ["Lamps"]
         assert fits(page)
 
 

@@ -118,6 +118,16 @@ def test_bad_files(client: httpx.Client, name: str, raw: bytes) -> None:
     assert client.get("/v1/documents").json() == before
 
 
+@pytest.mark.parametrize(("sent", "name"), [("the %22old%22 lamp.txt", 'the "old" lamp.txt'), ("100%2541.txt", "100%2541.txt")])
+def test_names_as_browsers_write_them(client: httpx.Client, sent: str, name: str) -> None:
+    """Quotation marks, which browsers write as %22, come back; other per cent signs are the name's own."""
+    head = f'Content-Disposition: form-data; name="file"; filename="{sent}"'
+    body, form = f"--x\r\n{head}\r\n\r\n{TEXT}\r\n--x--\r\n", {"Content-Type": "multipart/form-data; boundary=x"}
+    assert client.post("/v1/documents?wait=true", content=body.encode(), headers=form).status_code == 201
+    assert name in [one["id"] for one in client.get("/v1/documents", params={"order": "desc"}).json()["data"]]
+    assert client.post("/v1/documents", content=body.replace("lamp", "%0A").encode(), headers=form).is_error == ("lamp" in sent)
+
+
 @pytest.mark.parametrize("name", ["a." + "\U00020000" * 62, "a." + "x" * 190, "notes.é"])
 def test_odd_ends_of_names(client: httpx.Client, name: str) -> None:
     """Whatever stands after a name's last dot, a text is read as a text."""
