@@ -82,7 +82,7 @@ class KVForm(Protocol):
         """The pair from what is stored."""
 
 
-class _AsCached:
+class AsCached:
     """A pair is stored as a layer caches it: keys and values with heads of one size."""
 
     def pack(self, one_1HSD: Tensor, other_1HSE: Tensor) -> Pair:
@@ -91,7 +91,7 @@ class _AsCached:
     unpack = pack
 
 
-AS_CACHED: KVForm = _AsCached()
+AS_CACHED: KVForm = AsCached()
 
 
 class RowsPass(CachePass):

@@ -28,7 +28,7 @@ FIRST_RATIO, WIDE_RATIO = 0.05, 0.3  # of the two rounds
 
 @dataclass(frozen=True, slots=True)
 class FinishedLayers:
-    """The layers of the first round as a source: keys are rotated, every position is filled."""
+    """Layers that are there as a source, as those of a first round: keys are rotated, every position is filled."""
 
     layers: list[LayerKV]
 

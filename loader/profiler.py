@@ -19,6 +19,7 @@ import torch
 from cacheblend.base.errors import ConfigError, StoreError
 from cacheblend.base.files import make_folder
 from cacheblend.blend import FusionConfig, LayerKV, Prompt, Segment
+from cacheblend.blend.widening import FinishedLayers
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
 
 from .config import LENGTHS
@@ -120,18 +121,6 @@ def _measure_rounds(
     return _medians(prefill[1:]), _medians(blend[1:])
 
 
-class _OneLayer:
-    """A source that returns one buffer on the device for every layer, at once: only computing is timed."""
-
-    def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
-        self._layer_kv = LayerKV.empty(geometry, len(prompt))
-        for x_1HND in (self._layer_kv.k_1HND, self._layer_kv.v_1HND):
-            x_1HND.normal_()
-
-    def synchronize(self, layer: int) -> LayerKV:
-        return self._layer_kv
-
-
 def _logits_s(fusor: Fusor) -> float:
     with torch.no_grad():
         hidden_1SM = fusor.decoder.embed(torch.zeros(1, dtype=torch.long, device=fusor.decoder.device))
@@ -152,7 +141,11 @@ def _blend_layers(fusor: Fusor, tokens: int, ratio: float) -> list[LayerSample]:
         segments.insert(0, Segment(stored, ChunkKV(nothing, stored, model=fusor.fingerprint)))
     samples: list[LayerSample] = []
     before, layers = 0, fusor.decoder.geometry.layers
-    with closing(fusor.fuse_steps(segments, FusionConfig(recompute_ratio=ratio, selector="gradual"), _OneLayer())) as steps:
+    layer_kv = LayerKV.empty(fusor.decoder.geometry, tokens)  # one buffer for every layer, at once: only computing is timed
+    for x_1HND in (layer_kv.k_1HND, layer_kv.v_1HND):
+        x_1HND.normal_()
+    config, source = FusionConfig(recompute_ratio=ratio, selector="gradual"), FinishedLayers([layer_kv] * layers)
+    with closing(fusor.fuse_steps(segments, config, source)) as steps:
         for layer in range(min(LAYERS_TIMED, layers)):
             started = time.perf_counter()
             chosen = next(steps).recomputed

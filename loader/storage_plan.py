@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cacheblend.base.options import check_share, check_whole
 from cacheblend.blend import FusionConfig, Schedule
 
 from .config import LoaderConfig
@@ -56,7 +55,7 @@ def compare_devices(
     ratio: float = LoaderConfig().quality_ratio,
     chunk_tokens: int = 512,
     question_tokens: int = 32,
-    stored_tokens: int | None = None,
+    stored_tokens: int,
     schedule: Schedule | None = None,
 ) -> list[DeviceChoice]:
     """Every device, the cheapest first; the first that adds no delay is the paper's choice.
@@ -65,20 +64,12 @@ def compare_devices(
         profile: of the model on the device that computes.
         devices: to choose from.
         tokens: reused tokens of a request.
-        ratio: recompute ratio.
+        ratio: recompute ratio, 0 to 1.
         chunk_tokens: tokens of a chunk; each chunk is a read a layer.
         question_tokens: fresh tokens of a request.
-        stored_tokens: tokens whose KV is stored, for the price; None for those of one request.
+        stored_tokens: tokens whose KV is stored, for the price.
         schedule: of the selector; None for that of `FusionConfig()`.
-
-    Raises:
-        ConfigError: a number outside its range.
     """
-    stored_tokens = tokens if stored_tokens is None else stored_tokens
-    for name, value in (("tokens", tokens), ("chunk_tokens", chunk_tokens), ("question_tokens", question_tokens)):
-        check_whole(name, value)
-    check_whole("stored_tokens", stored_tokens)
-    check_share("ratio", ratio)
     steps = RecomputeEstimator(profile, schedule or FusionConfig().schedule).steps(ratio, tokens, question_tokens)
     compute_s = [step_s for step_s, _ in steps]
     chunks, last = divmod(tokens, chunk_tokens)

@@ -183,14 +183,12 @@ def plan(
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Reused tokens of a request.")] = 3072,
     ratio: Annotated[float, typer.Option(min=0, max=1, help="Recompute ratio.")] = LoaderConfig().quality_ratio,
-    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a chunk.")] = 512,
-    stored_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to store, for the price; else --tokens.")] = None,
     as_json: options.Json = False,
 ) -> None:
     """Show memory, disk and KV of a model, of which only the config is read; without a model, of ten common ones.
 
-    Of a profile: compare storage devices for the model's KV, at example prices, and name the cheapest that adds no delay to a
-    request. The options are for this.
+    Of a profile: compare storage devices for the KV of 10,000 pages, at example prices, and name the cheapest that adds no
+    delay to a request. The options are for this.
 
     Examples:
 
@@ -200,7 +198,7 @@ def plan(
         cacheblend plan ./store/profiles/PROFILE.json --tokens 4096
     """
     if what is not None and options.check_path(what).endswith(".json") and Path(what).name != "config.json":
-        _plan_storage(Path(what), tokens, ratio, chunk_tokens, stored_tokens, as_json=as_json)
+        _plan_storage(Path(what), tokens, ratio, as_json=as_json)
         return
     terminal.hush_libraries()
     from transformers import AutoConfig
@@ -236,13 +234,11 @@ def _sizes(name: str, config: Any) -> dict[str, Any]:
     return {"name": name, "weights": weights, **kv, "exact_reason": exact_reason}
 
 
-def _plan_storage(
-    file: Path, tokens: int, ratio: float, chunk_tokens: int, stored_tokens: int | None, *, as_json: bool
-) -> None:
+def _plan_storage(file: Path, tokens: int, ratio: float, *, as_json: bool) -> None:
     from cacheblend.loader import compare_devices, load_profile
 
     measured = load_profile(file)
-    choices = compare_devices(measured, tokens=tokens, ratio=ratio, chunk_tokens=chunk_tokens, stored_tokens=stored_tokens)
+    choices = compare_devices(measured, tokens=tokens, ratio=ratio, stored_tokens=PLANNED_TOKENS)
     cheapest = next((choice.device for choice in choices if choice.adds_no_delay), None)
     if as_json:
         given = {"cheapest": cheapest, "tokens": tokens, "ratio": ratio, "profiled_on": measured.device}
@@ -254,7 +250,7 @@ def _plan_storage(
         remark = "cheapest without delay" if choice.device == cheapest else "no delay" if choice.adds_no_delay else ""
         rows.append((choice.device, f"{choice.price_per_month:,.4g}", *milliseconds, remark))
     terminal.print_table(("device", "price a month", "load a layer", "TTFT", "delay", ""), rows)
-    terminal.print_line(f"{tokens:,} reused tokens at ratio {ratio}, measured on {measured.device}")
+    terminal.print_line(f"{tokens:,} reused tokens at ratio {ratio}, 10,000 pages stored, measured on {measured.device}")
     if tokens > 2 * (longest := max(sample.tokens for sample in measured.prefill)):
         terminal.note(f"no prefill of over {longest:,} tokens was measured: `cacheblend profile --length {tokens}` measures it")
     if cheapest is None:

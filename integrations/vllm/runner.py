@@ -35,13 +35,23 @@ from cacheblend.blend.attention import Rows
 from cacheblend.blend.cpu_modules import with_fused_norms, with_modules
 from cacheblend.blend.decoder import ROWS_AT_ONCE
 from cacheblend.blend.interfaces import CosSin
-from cacheblend.blend.layer_passes import IsolatedPass, LinkPass, QuestionPass, RowsPass, Run, SharedPrefix, prefix_mask, runs
+from cacheblend.blend.layer_passes import (
+    AsCached,
+    IsolatedPass,
+    LinkPass,
+    QuestionPass,
+    RowsPass,
+    Run,
+    SharedPrefix,
+    prefix_mask,
+    runs,
+)
 from cacheblend.store import LayerPair
 
 from .cpu_attention import CpuAttention, CpuRowsPass
 
 
-class _Attention(nn.Module):
+class _Attention(AsCached, nn.Module):
     """Stands where vLLM's `Attention` was: (S, Q * D), (S, H * D), (S, H * D) -> (S, Q * D), by the pass that is set.
 
     It is the `KVForm` of its layer, too.
@@ -80,12 +90,6 @@ class _Attention(nn.Module):
 
     def _heads(self, x_SX: torch.Tensor) -> torch.Tensor:
         return x_SX.view(len(x_SX), -1, self.head_dim).transpose(0, 1)[None]
-
-    def pack(self, one_1HSD: torch.Tensor, other_1HSD: torch.Tensor) -> LayerPair:
-        return one_1HSD, other_1HSD
-
-    def unpack(self, k_1HSD: torch.Tensor, v_1HSD: torch.Tensor) -> LayerPair:
-        return k_1HSD, v_1HSD
 
     def write(self, k_THD: torch.Tensor, v_THD: torch.Tensor, slots_T: torch.Tensor) -> None:
         """Write rotated keys and values to the layer's pages."""
