@@ -178,6 +178,11 @@ class EmbeddedDocument:
     chunks: Sequence[Chunk]
     vectors_ND: NDArray[np.float32]
 
+    @property
+    def token_ids(self) -> list[tuple[int, ...]]:
+        """Those of each chunk."""
+        return [chunk.token_ids for chunk in self.chunks]
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlace:

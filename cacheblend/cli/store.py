@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +14,7 @@ from rich.filesize import decimal
 
 from cacheblend.base.errors import InputError
 from cacheblend.retriever.index import INDEX_FILE, IndexedDocuments
-from cacheblend.service.engine.config import INDEX_FOLDER, KV_FOLDER
+from cacheblend.service.engine.config import INDEX_FOLDER, KV_FOLDER, VLLM_FOLDER
 from cacheblend.service.engine.documents import Documents, shown_chunk
 from cacheblend.store import KVStore, StoreConfig
 
@@ -168,5 +168,7 @@ def delete(
 
 @contextmanager
 def _open_documents(store_dir: Path, config: StoreConfig | None = None) -> Iterator[Documents]:
-    with open_store(store_dir, config) as store, IndexedDocuments.open(store_dir / INDEX_FOLDER) as index:
-        yield Documents(index, store)
+    folders = [store_dir / INDEX_FOLDER, store_dir / VLLM_FOLDER]
+    found = [folder for folder in folders if (folder / INDEX_FILE).is_file()] or folders[:1]
+    with open_store(store_dir, config) as store, ExitStack() as opened:
+        yield Documents(store, *(opened.enter_context(IndexedDocuments.open(folder)) for folder in found))

@@ -83,7 +83,7 @@ def ingest_on_ray(
         # 2. Open index and store; of the model only the tokenizer is loaded here.
         store = opened.enter_context(KVStore(config.store_config()))
         retriever = opened.enter_context(Retriever(config.retriever_config(), tokenizer, embedder))
-        documents = Documents(retriever, store)
+        documents = Documents(store, retriever)
         remember_settings(config)
         versions = {document.id: document.version for document in retriever.documents() if not document.damaged}
         # 3. Have batches encoded, and put each into the index as it comes.

@@ -14,7 +14,6 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +35,7 @@ from cacheblend.retriever.passages import Passage
 from cacheblend.service.engine.chunk_context import ChunkContexts, ChunkNaming
 from cacheblend.service.engine.passages import REMEMBERED, FoundPassage, FoundPassages, locate
 from cacheblend.service.engine.prompt import Message, PromptRenderer
+from cacheblend.store import KVStore
 from cacheblend.store.tiers import AdmissionFilter
 
 from .config import ConnectorConfig
@@ -49,7 +49,6 @@ LEFT_TO_VLLM = ("kv_transfer_params", "echo", "suffix", "prompt_embeds", "trunca
 CHAT, COMPLETIONS, DOCUMENTS = "/v1/chat/completions", "/v1/completions", "/v1/cacheblend/documents"
 # A chat over documents with one of these needs what vLLM's own rendering does with it.
 RENDERED_BY_VLLM = ("tools", "chat_template", "continue_final_message", "echo")
-TEXTS_FOLDER = "vllm"  # of the store's folder, for the texts that `DOCUMENTS` brought
 Chunk = tuple[int, ...]
 Render = Callable[[str, dict[str, Any]], Sequence[int]]
 
@@ -70,13 +69,14 @@ class PromptMarker:
     def __init__(
         self, tokenizer: Any, config: ConnectorConfig, max_positions: int | None, naming: ChunkNaming, render: Render
     ) -> None:
-        self._finds_passages, self._render = config.engine.find_passages, render
+        self._finds_passages, self._render, self._naming = config.engine.find_passages, render, naming
         self._seen = AdmissionFilter(REMEMBERED)
         self._plain = PlainTokenizer(tokenizer)
         self._splitter = Splitter(tokenizer, RetrieverConfig(chunk_tokens=config.engine.retriever.chunk_tokens))
         self._around_documents = PromptRenderer(tokenizer, config.engine.instruction, max_positions=max_positions)
-        offline, own = config.engine.retriever_config().directory, Path(config.engine.store_dir) / TEXTS_FOLDER
+        offline, own = config.engine.retriever_config().directory, config.engine.vllm_dir
         make_folder(own)
+        self._store_config = config.store_config()
         self._ingested = IndexedDocuments(Catalog(own / INDEX_FILE, {}, config.engine.retriever.index_budget_bytes))
         indexes = [self._ingested]
         if offline is not None and (offline / INDEX_FILE).is_file():
@@ -107,7 +107,7 @@ class PromptMarker:
         if not isinstance(found, list):
             raise InputError(f'documents: give a list of objects {{"title", "text"}}, not {type(found).__name__}')
         layout = self._around_documents.chat(messages, with_chunks=True, template_kwargs=variables)
-        documents = [self.split(document) for document in found]
+        documents = [self.split(document).token_ids for document in found]
         chunks = list(chain.from_iterable(documents))
         marks = {
             "chunks": list(pairwise(accumulate(map(len, chunks), initial=len(layout.prefix)))),
@@ -125,13 +125,23 @@ class PromptMarker:
         known = self._around_documents.template.variables
         return {name: value for name, value in {**of_effort, **asked}.items() if name in known}
 
-    def split(self, document: Mapping[str, object], *, is_ingested: bool = False) -> list[Chunk]:
-        """Token ids of a document's chunks; those of an ingested one are found in prompts from now on."""
+    def split(self, document: Mapping[str, object]) -> EmbeddedDocument:
+        """A document and its chunks, with vectors of zeros; InputError for one that cannot be used."""
         checked = Document.of(document)
         chunks = self._splitter.split(checked)
-        if is_ingested:
-            self._ingested.put([EmbeddedDocument(checked, chunks, np.zeros((len(chunks), 1), dtype=np.float32))])
-        return [chunk.token_ids for chunk in chunks]
+        return EmbeddedDocument(checked, chunks, np.zeros((len(chunks), 1), dtype=np.float32))
+
+    def ingest(self, documents: Sequence[EmbeddedDocument]) -> None:
+        """Have documents found in prompts from now on, in place of those with their ids, whose own KV goes.
+
+        Raises:
+            RetrieverError, StoreError: index or store cannot be written.
+        """
+        with KVStore(self._store_config) as store, store.exclusive():
+            self._ingested.put(documents)
+            store.documents.put(
+                (one.document.id, one.document.version, self._naming.keys_of_document(one.token_ids)) for one in documents
+            )
 
     def _with_passages(self, path: str, body: dict[str, Any], messages: Sequence[Message]) -> dict[str, Any] | None:
         """The request with passages marked that are ingested, or came in an earlier one of its salt; None if there are none.
@@ -253,25 +263,24 @@ class BlendRoutes:
             if not isinstance(documents, list) or not documents:
                 raise InputError('give {"documents": [{"title": ..., "text": ...}, ...]}')
             salt = body.get("cache_salt")
-            splitting = (engine.marker.split(document, is_ingested=not salt) for document in documents)
-            split = await run_in_threadpool(list, splitting)
-            for place, document in enumerate(split):
-                engine.naming.check_lengths(str(place), document, engine.max_positions)
-            every = [window for chunks in split for window in windows(chunks, engine.naming)]
+            split = await run_in_threadpool(list, map(engine.marker.split, documents))
+            for one in split:
+                engine.naming.check_lengths(one.document.id, one.token_ids, engine.max_positions)
+            if not salt:
+                await run_in_threadpool(engine.marker.ingest, split)
         except (CacheBlendError, ValueError) as error:
             return _error(400, str(error))
-        stored = 0
-        for chunks, new in every:  # a call each, so that requests run between two
-            left = len(new)
-            while left:
-                now, left = (await engine.call("cacheblend_precompute", args=(chunks, new, salt)))[0]
-                stored += now
-                if left:
-                    await asyncio.sleep(BUSY_S)
-        tokens = sum(len(chunk) for chunks in split for chunk in chunks)
-        return JSONResponse(
-            {"documents": len(split), "chunks": sum(map(len, split)), "stored_chunks": stored, "tokens": tokens}
-        )
+        stored, chunks = 0, [chunk for one in split for chunk in one.token_ids]
+        for one in split:
+            for window, new in windows(one.token_ids, engine.naming):  # a call each, so that requests run between two
+                left = len(new)
+                while left:
+                    now, left = (await engine.call("cacheblend_precompute", args=(window, new, salt)))[0]
+                    stored += now
+                    if left:
+                        await asyncio.sleep(BUSY_S)
+        tokens = sum(map(len, chunks))
+        return JSONResponse({"documents": len(split), "chunks": len(chunks), "stored_chunks": stored, "tokens": tokens})
 
 
 class ChunkMarking:

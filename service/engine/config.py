@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICES = '"auto", "cpu", "cuda" or "cuda:N"'
 METHODS = ("full_recompute", "prefix_cache", "full_reuse", "blend")
-KV_FOLDER, INDEX_FOLDER = "kv", "index"  # of a store folder
+KV_FOLDER, INDEX_FOLDER, VLLM_FOLDER = "kv", "index", "vllm"  # of a store folder; the last has the texts that a vLLM was given
 # A recompute ratio, None for r* or what hides behind loading; and how far a first token may move before a blend is widened.
 PRESETS: dict[str, tuple[float | None, float | None]] = {
     "exact": (1.0, None),
@@ -140,6 +140,11 @@ class EngineConfig:
     def store_config(self) -> StoreConfig:
         """The store's part, in the engine's folder."""
         return replace(self.store, directory=Path(self.store_dir) / KV_FOLDER)
+
+    @property
+    def vllm_dir(self) -> Path:
+        """The folder of the index of texts that a vLLM over the same store was given."""
+        return Path(self.store_dir) / VLLM_FOLDER
 
     @property
     def profile_dir(self) -> Path:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, product
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -78,11 +78,12 @@ class Documents:
     """Documents in index and store together: added, listed, shown and deleted.
 
     Every change holds the store's lock, so that a deletion, by this process or another, does not come between an ingest's two
-    halves. Without a model the index is `IndexedDocuments`, and there is no encoder.
+    halves. Without a model the first index is `IndexedDocuments`, and there is no encoder. The documents of the other indexes,
+    which came another way, are shown and deleted too.
     """
 
-    def __init__(self, index: Retriever | IndexedDocuments, store: KVStore, encoder: DocumentEncoder | None = None) -> None:
-        self._index, self._store, self._encoder = index, store, encoder
+    def __init__(self, store: KVStore, *indexes: IndexedDocuments, encoder: DocumentEncoder | None = None) -> None:
+        self._index, self._indexes, self._store, self._encoder = indexes[0], indexes, store, encoder
 
     def add(
         self, documents: Sequence[Document | CatalogedDocument], progress: Progress, *, must_stay: bool = False
@@ -205,8 +206,9 @@ class Documents:
         found: list[tuple[Chunk, ChunkPlace]] = []
         try:
             for status in statuses:
-                chunks = self._index.chunks(status.id) if status.chunks else []
-                found += zip(chunks, self._index.places(chunks), strict=True)
+                index = self._index_of(status.id)
+                chunks = index.chunks(status.id) if status.chunks else []
+                found += zip(chunks, index.places(chunks), strict=True)
         except InputError:  # deleted since it was looked up
             raise _unknown(id_) from None
         return _together(id_, statuses), found
@@ -219,11 +221,12 @@ class Documents:
         """Of a document, or else of the parts of a file, in order; raises as `show` does."""
         found = list[DocumentStatus]()
         for part in sorted(self._ids(id_), key=part_order):
-            document, stored = self._index.document(part), self._store.documents.get(part)
+            index, stored = self._index_of(part), self._store.documents.get(part)
+            document = index.document(part)
             if (known := document or stored) is not None:
                 metadata: dict[str, Any] = {}
                 with suppress(DamagedDocumentError):
-                    metadata = self._index.metadata(part)
+                    metadata = index.metadata(part)
                 found.append(
                     DocumentStatus(
                         id=part,
@@ -238,6 +241,10 @@ class Documents:
         if not found:
             raise _unknown(id_)
         return found
+
+    def _index_of(self, id_: str) -> IndexedDocuments:
+        """The index that has a document; the first if none has."""
+        return next((index for index in self._indexes if index.version(id_) is not None), self._index)
 
     def _ids(self, id_: str, *, newest_first: bool = False) -> list[str]:
         """The id of a document, or of the parts of a file: those in the index in the order of adding, then the others by id."""
@@ -259,20 +266,23 @@ class Documents:
         with self._store.exclusive():
             statuses = self._statuses(id_)
             self._delete([part.id for part in statuses])
-        self._index.erase()
+        for index in self._indexes:
+            index.erase()
         return _together(id_, statuses)
 
     def _delete(self, ids: Sequence[str]) -> None:
-        """Delete documents, where there are such; `erase` of the index has yet to follow."""
+        """Delete documents, where there are such; `erase` of the indexes has yet to follow."""
         texts = list[tuple[int, ...]]()
-        for id_ in ids:
+        for index, id_ in product(self._indexes, ids):
             with suppress(InputError, DamagedDocumentError):
-                texts += [chunk.token_ids for chunk in self._index.chunks(id_)]
+                texts += [chunk.token_ids for chunk in index.chunks(id_)]
+        for id_ in ids:
             if self._store.documents.version(id_) is not None:
                 self._store.documents.delete(id_)
         self._store.documents.forget_texts(texts)
-        if indexed := [id_ for id_ in ids if self._index.version(id_) is not None]:
-            self._index.delete(*indexed)
+        for index in self._indexes:
+            if indexed := [id_ for id_ in ids if index.version(id_) is not None]:
+                index.delete(*indexed)
 
     def prune(self, ids: Collection[str], files: Collection[str] | None = None) -> list[str]:
         """Delete all documents but those of `ids`, or of `files` the parts that are not among them; the ids of the deleted."""
@@ -281,8 +291,8 @@ class Documents:
         for group in in_groups(gone, lambda group: len(group) >= DELETED_AT_ONCE):
             with self._store.exclusive():
                 self._delete(group)
-        if gone:
-            self._index.erase()
+        for index in self._indexes if gone else ():
+            index.erase()
         return gone
 
 

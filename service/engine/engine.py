@@ -114,7 +114,10 @@ class Engine:
             controller = find_controller(config, self.fusor) if self.fusor.exact_reason is None else None
             self._prefiller = Prefiller(self.fusor, self.store, self.prefixes, encoder, self.background, config, controller)
             self._passages = PassageReuse(self, encoder, partial(self._prompt_chunks, brought=False))
-            self._documents = Documents(self.retriever, self.store, DocumentEncoder(encoder, self.retriever, self.store))
+            others = [config.vllm_dir] if (config.vllm_dir / INDEX_FILE).is_file() else []
+            indexes = [self.retriever, *(opened.enter_context(IndexedDocuments.open(folder)) for folder in others)]
+            to_add = DocumentEncoder(encoder, self.retriever, self.store)
+            self._documents = Documents(self.store, *indexes, encoder=to_add)
             if not (Path(config.store_dir) / SETTINGS_FILE).exists():
                 remember_settings(config)
             self._opened = opened.pop_all()

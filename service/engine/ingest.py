@@ -244,7 +244,8 @@ def _post(client: httpx.Client, config: VllmConfig, document: Document, faults: 
     """Post a document, and report what was stored; see `upload_documents`."""
     route = (config.vllm or "").rstrip("/").removesuffix("/v1") + VLLM_ROUTE  # of an address as OpenAI's clients take it, too
     try:
-        answer = client.post(route, json={"documents": [{"title": document.title, "text": document.text}]})
+        given = {name: getattr(document, name) for name in ("id", "title", "text", "metadata")}
+        answer = client.post(route, json={"documents": [given]})
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         why = str(error) or type(error).__name__
         raise ServiceError(f"{config.vllm} does not answer ({why}); is it running?") from error

@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
+import torch
 from api import listening
 from fakes import FakeEmbedder
 from make_random_model import CHAT_TEMPLATE, ModelShape, python_help, train_tokenizer
@@ -34,8 +35,11 @@ from cacheblend.integrations.vllm.config import ConnectorConfig
 from cacheblend.integrations.vllm.router import CHAT, COMPLETIONS, DOCUMENTS, BlendRoutes, PromptMarker, RunningEngine
 from cacheblend.integrations.vllm.scheduler import Marks
 from cacheblend.retriever import PlainTokenizer, Retriever
+from cacheblend.retriever.catalog import Catalog
+from cacheblend.retriever.index import INDEX_FILE, IndexedDocuments
 from cacheblend.service.engine.chunk_context import ChunkNaming
 from cacheblend.service.engine.request import namespace_of
+from cacheblend.store import ChunkKV, KVStore, StoreConfig
 
 KEY = "a key of vLLM"
 RULES = " ".join(f"Rule {number}: trains to town {number} are booked by the office. </s>" for number in range(12))
@@ -172,7 +176,10 @@ def test_ingested_texts_are_marked_at_once(
         with Retriever(config, tokenizer, FakeEmbedder()) as retriever:
             retriever.add(DOCS)
     marker = make_marker(naming=naming, chunk_tokens=160)
-    chunks = marker.split(DOCS[0], is_ingested=way == "route")
+    document = marker.split(DOCS[0])
+    if way == "route":
+        marker.ingest([document])
+    chunks = document.token_ids
     texts = [tokenizer.decode(chunk).removeprefix("Travel\n").strip() for chunk in chunks]
     prompt = f"Answer ({texts[1]}) or|{texts[0]}| please"
     for salt in (None, "other"):
@@ -297,7 +304,7 @@ def test_documents_are_stored_window_by_window(client: TestClient, routes: Blend
     assert len(workers.asked) > 3
     assert max(sum(map(len, window)) for window, _, _ in workers.asked) <= 140
     assert routes.engine is not None
-    split = [routes.engine.marker.split(document) for document in DOCS]
+    split = [routes.engine.marker.split(document).token_ids for document in DOCS]
     asked = [tuple(window[index]) for window, new, _ in workers.asked for index in new]
     assert asked == [chunk for chunks in split for chunk in chunks]
     # The chunks that a worker computes each after are the ones of the whole document.
@@ -308,6 +315,41 @@ def test_documents_are_stored_window_by_window(client: TestClient, routes: Blend
     assert "hybrid model" in client.post(DOCUMENTS, json={"documents": DOCS}).json()["error"]["message"]
 
 
+@pytest.mark.parametrize("has_index", [False, True])
+def test_no_file_has_a_deleted_text(
+    client: TestClient, marker: PromptMarker, tmp_path: Path, capsys: pytest.CaptureFixture[str], has_index: bool
+) -> None:
+    """A document is deleted by its id while vLLM runs; its text, its earlier version's and their KV are in no file."""
+    if has_index:  # of the project's own engine, over the same store
+        (tmp_path / "index").mkdir()
+        Catalog(tmp_path / "index" / INDEX_FILE, {}).close()
+    given = {"rules.md": [f"{RULES} The end.", RULES.replace("town", "city")], "lunch.md": [DOCS[1]["text"]]}
+    traces: dict[str, list[bytes]] = {}
+    with KVStore(StoreConfig(directory=tmp_path / "kv")) as store:
+        for id_, texts in given.items():
+            for document in ({"id": id_, "text": text} for text in texts):
+                client.post(DOCUMENTS, json={"documents": [document]}).raise_for_status()
+                split = marker.split(document)
+                for key, ids in zip(NAMING.keys_of_document(split.token_ids), split.token_ids, strict=True):
+                    store.put(key, ChunkKV([(torch.zeros(1, len(ids), 4),) * 2], ids))
+                    traces.setdefault(id_, []).append(json.dumps(json.dumps(ids[:9]))[2:-2].replace(" ", "").encode())
+                traces[id_] += [chunk.text[:20].encode() for chunk in split.chunks]
+        assert len(store.ls()) == sum(len(marker.split({"text": texts[-1]}).chunks) for texts in given.values())
+
+        def files_with(id_: str) -> set[str]:
+            raws = {str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+            return {name.partition("/")[0] for name, raw in raws.items() if any(trace in raw for trace in traces[id_])}
+
+        assert files_with("rules.md") == files_with("lunch.md") == {"kv", "vllm"}
+        for command in ("ls --json", "delete rules.md --yes"):
+            with pytest.raises(SystemExit) as ended:
+                cli.main(["documents", *command.split(), "--store-dir", str(tmp_path)])
+            assert not ended.value.code
+        listed = json.loads(capsys.readouterr().out.splitlines()[0])["documents"]
+        assert {one["id"]: one["stored_chunks"] == one["chunks"] > 0 for one in listed} == dict.fromkeys(given, True)
+        assert (files_with("rules.md"), files_with("lunch.md")) == (set(), {"kv", "vllm"})
+
+
 def test_what_the_disk_is_behind_with_is_asked_for_again(client: TestClient, routes: BlendRoutes) -> None:
     """Chunks that the workers leave, since too much waits to be written, are computed by a later call, and counted once."""
     call = AsyncMock(side_effect=[[[0, 2]], [[1, 1]], [[1, 0]]])
@@ -316,13 +358,16 @@ def test_what_the_disk_is_behind_with_is_asked_for_again(client: TestClient, rou
     assert (answer.json()["stored_chunks"], call.await_count) == (2, 3)
 
 
-def test_a_document_that_is_too_long_is_refused_at_once(client: TestClient, routes: BlendRoutes, workers: Workers) -> None:
-    """A chunk that is beyond the model's positions, after what it is computed after, is the request's error."""
+def test_a_document_that_is_too_long_is_refused_at_once(
+    client: TestClient, routes: BlendRoutes, workers: Workers, tmp_path: Path
+) -> None:
+    """A chunk that is beyond the model's positions, after what it is computed after, is the request's error; nothing stays."""
     naming = replace(NAMING, prefix_ids=(1, 2), context=ChunkContext(filler_ids=(3,), document_tokens=10))
     replace_engine(routes, naming=naming, max_positions=30)
     refused = client.post(DOCUMENTS, json={"documents": [DOCS[1], DOCS[0]]})
     assert (refused.status_code, "30 positions" in refused.json()["error"]["message"]) == (400, True)
     assert not workers.asked
+    assert not IndexedDocuments.open(tmp_path / "vllm").count()
 
 
 def test_the_docs_command(client: TestClient) -> None:

@@ -273,7 +273,7 @@ def other_process(engine: Engine) -> Iterator[Documents]:
         KVStore(StoreConfig(directory=folder / "kv", ram_budget_bytes=1)) as store,
         IndexedDocuments.open(folder / "index") as index,
     ):
-        yield Documents(index, store)
+        yield Documents(store, index)
 
 
 def entries_of(engine: Engine) -> list[Path]:
