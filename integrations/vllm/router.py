@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,7 @@ class PromptMarker:
         self, tokenizer: Any, config: ConnectorConfig, max_positions: int | None, naming: ChunkNaming, render: Render
     ) -> None:
         self._finds_passages, self._render, self._naming = config.engine.find_passages, render, naming
-        self._seen = AdmissionFilter(REMEMBERED)
+        self._seen, self._begun = AdmissionFilter(REMEMBERED), AdmissionFilter(REMEMBERED)
         self._plain = PlainTokenizer(tokenizer)
         self._splitter = Splitter(tokenizer, RetrieverConfig(chunk_tokens=config.engine.retriever.chunk_tokens))
         self._around_documents = PromptRenderer(tokenizer, config.engine.instruction, max_positions=max_positions)
@@ -146,22 +146,26 @@ class PromptMarker:
     def _with_passages(self, path: str, body: dict[str, Any], messages: Sequence[Message]) -> dict[str, Any] | None:
         """The request with passages marked that are ingested, or came in an earlier one of its salt; None if there are none.
 
-        Only of messages after the assistant's last one: the blocks of what stands before are vLLM's own, and exact.
+        Of messages before the assistant's last one only if no earlier request began with the same ones: the blocks of what did
+        are vLLM's own, and exact.
         """
         if not self._finds_passages or any(body.get(name) for name in LEFT_TO_VLLM):
             return None
-        last = max((number for number, one in enumerate(messages) if one.role == "assistant"), default=-1)
         salt = str(body.get("cache_salt"))
+        begun = accumulate(messages, lambda before, one: hash((before, one.role, one.content)), initial=hash(salt))
+        has_come = [self._begun.admits(str(one)) for one in islice(begun, 1, None)]
+        last = max((number for number, one in enumerate(messages) if one.role == "assistant"), default=-1)
+        known = min(last + 1, [*has_come, False].index(False))
         try:
-            found = FoundPassages.of(((one.role, one.content) for one in messages[last + 1 :]), self._passages_in)
+            found = FoundPassages.of(((one.role, one.content) for one in messages[known:]), self._passages_in)
             texts = list(map(self._stored_text, found.passages))
-            known = {one for one in set(texts) if one.is_ingested or self._seen.admits(str(hash((salt, one.token_ids))))}
-            token_ids = list(self._render(path, body)) if known else []
+            reusable = {one for one in set(texts) if one.is_ingested or self._seen.admits(str(hash((salt, one.token_ids))))}
+            token_ids = list(self._render(path, body)) if reusable else []
         except Exception as error:  # vLLM says what is wrong with the request, if it is
             logger.debug("no passages are looked for in a request: %r", error)
             return None
         located = zip(texts, locate(token_ids, ((one.token_ids, one.start) for one in texts)), strict=True)
-        marks = sorted((place[:2], one._replace(start=place[2])) for one, place in located if place and one in known)
+        marks = sorted((place[:2], one._replace(start=place[2])) for one, place in located if place and one in reusable)
         stored = {"chunks": [span for span, _ in marks], "stored": [one for _, one in marks]}
         return self._with_marks(path, body, token_ids, stored) if marks else None
 

@@ -144,7 +144,7 @@ def test_passages_that_came_before_are_marked(marker: PromptMarker, tokenizer: A
     assert mark("10", "And where?") == TRAINS[::-1]
     assert mark("01", "When?") == TRAINS
     earlier = {"role": "user", "content": f"<source>{TRAINS[0]}</source>"}, {"role": "assistant", "content": "Yes."}
-    assert mark("1", "So?", *earlier) == TRAINS[1:]
+    assert [mark("1", "So?", *earlier) for _ in range(2)] == [TRAINS, TRAINS[1:]]
     assert mark("1", "So?", kv_transfer_params={"other": 1}) == []
     assert stored_texts(tokenizer, marker.mark(COMPLETIONS, {"prompt": f"[1] {TRAINS[1]}\nQuestion: who?"})) == TRAINS[1:]
 

@@ -42,13 +42,15 @@ class TinyModels:
         self._tokenizer = train_tokenizer(python_help()[:20], ModelShape(vocab=VOCAB, max_positions=512))
         self._tokenizer.chat_template = CHAT_TEMPLATE
 
-    def __call__(self, name: str, dtype: torch.dtype = torch.float32) -> Path:
+    def __call__(self, name: str, dtype: torch.dtype = torch.float32, positions: int | None = None) -> Path:
         """The model's folder."""
-        folder = self._folder / f"{name}-{str(dtype).removeprefix('torch.')}"
+        folder = self._folder / f"{name}-{str(dtype).removeprefix('torch.')}-{positions}"
         if folder.exists():
             return folder
         torch.manual_seed(0)
         config = CONFIGS[name]()
+        if positions is not None:
+            config.max_position_embeddings = positions
         sizes = {"vocab_size": VOCAB, "hidden_size": 128, "head_dim": 32, "bos_token_id": 0, "eos_token_id": 1}
         for field, value in sizes.items():
             setattr(config, field, value)

@@ -1,12 +1,18 @@
-"""Applications that write what they retrieved into messages, in words of their own: its stored KV is reused."""
+"""Applications that write what they retrieved into messages, in words of their own: its stored KV is reused.
+
+`CACHEBLEND_RECORD_RECIPES=1 python -m pytest tests/service/http/test_passages.py -n 0 -k recipes` records the applications'
+requests anew, which tests/integrations/vllm sends to vLLM.
+"""
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -43,6 +49,7 @@ OPEN_WEBUI = (
 )
 SEARCH = {"id": "call_1", "type": "function", "function": {"name": "search", "arguments": "{}"}}
 TOOLS: Any = [{"type": "function", "function": {"name": "search", "description": "Searches."}}]
+RECORDED = Path(__file__).with_name("recipes.json")
 Recipe = Callable[[str, list[str], list[str]], None]  # address, texts in order, questions asked so far
 
 
@@ -186,6 +193,32 @@ def _drop_clients() -> Iterator[None]:
         gc.collect()
 
 
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The path and body of each request that a client's library has sent."""
+    found, send_one = list[dict[str, Any]](), httpx.Client.send
+
+    def noted(client: httpx.Client, request: httpx.Request, **options: Any) -> httpx.Response:
+        found.append({"path": request.url.path, "body": json.loads(request.content)})
+        return send_one(client, request, **options)
+
+    monkeypatch.setattr(httpx.Client, "send", noted)
+    return found
+
+
+def check_recorded(name: str, sent: list[dict[str, Any]]) -> None:
+    """Check that what a recipe's application writes is what was recorded; other fields are its library's version's."""
+    recorded = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.is_file() else {}
+    if os.environ.get("CACHEBLEND_RECORD_RECIPES") == "1":
+        recorded = {"texts": TEXTS, "requests": {**recorded.get("requests", {}), name: sent}}
+        RECORDED.write_text(json.dumps(recorded, indent=1, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
+    written = [
+        [(one["path"], *map(one["body"].get, ("messages", "prompt", "tools"))) for one in many]
+        for many in (sent, recorded["requests"][name])
+    ]
+    assert written[0] == written[1]
+
+
 def reused(request: Request) -> int:
     return sum(len(chunk.token_ids) for chunk in request.prompt.chunks if chunk.key is not None)
 
@@ -194,13 +227,14 @@ def reused(request: Request) -> int:
     "ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
 )
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
-def test_recipes(served: tuple[Engine, str, list[Request]], recipe: Recipe) -> None:
+def test_recipes(served: tuple[Engine, str, list[Request]], sent: list[dict[str, Any]], recipe: Recipe) -> None:
     """Texts that came twice are hits in another order under another question; at ratio 1.0 the answer is the exact one."""
     engine, address, requests = served
     tokens = sum(len(engine.prompts.text_ids(text)) for text in TEXTS)
     for number, order in enumerate(([0, 1, 2, 3], [2, 0, 3, 1], [3, 1, 0, 2])):
         recipe(address, [TEXTS[index] for index in order], list(ASKED[: number + 1]))
         engine.drain()
+    check_recorded(recipe.__name__, sent)
     assert [reused(request) for request in requests[:2]] == [0, 0]
     assert len(requests) == 3
     assert reused(requests[2]) >= 0.9 * tokens
