@@ -36,14 +36,14 @@ def explain(
     """
     from cacheblend.retriever.index import IndexedDocuments
     from cacheblend.retriever.passages import find_passages
-    from cacheblend.service.engine.passages import FoundPassages
+    from cacheblend.service.engine.passages import passages_of
 
     messages = _messages(request)
     with ExitStack() as opened:
         find: Callable[[str, str], list[Passage]] = find_passages
         if (store_dir / INDEX_FOLDER).is_dir():
             find = opened.enter_context(IndexedDocuments.open(store_dir / INDEX_FOLDER)).passages
-        found = [one.as_dict() for one in FoundPassages.of(messages, find).passages]
+        found = [one.as_dict() for one in passages_of(messages, find)]
     if as_json:
         terminal.print_json({"characters": sum(len(text) for _, text in messages), "passages": found})
         return

@@ -33,7 +33,7 @@ from cacheblend.retriever.catalog import Catalog
 from cacheblend.retriever.index import INDEX_FILE, IndexedDocuments
 from cacheblend.retriever.passages import Passage
 from cacheblend.service.engine.chunk_context import ChunkContexts, ChunkNaming
-from cacheblend.service.engine.passages import REMEMBERED, FoundPassage, FoundPassages, locate
+from cacheblend.service.engine.passages import REMEMBERED, FoundPassage, locate, passages_of
 from cacheblend.service.engine.prompt import Message, PromptRenderer
 from cacheblend.store import KVStore
 from cacheblend.store.tiers import AdmissionFilter
@@ -157,8 +157,8 @@ class PromptMarker:
         last = max((number for number, one in enumerate(messages) if one.role == "assistant"), default=-1)
         known = min(last + 1, [*has_come, False].index(False))
         try:
-            found = FoundPassages.of(((one.role, one.content) for one in messages[known:]), self._passages_in)
-            texts = list(map(self._stored_text, found.passages))
+            found = passages_of(((one.role, one.content) for one in messages[known:]), self._passages_in)
+            texts = list(map(self._stored_text, found))
             reusable = {one for one in set(texts) if one.is_ingested or self._seen.admits(str(hash((salt, one.token_ids))))}
             token_ids = list(self._render(path, body)) if reusable else []
         except Exception as error:  # vLLM says what is wrong with the request, if it is

@@ -32,7 +32,7 @@ from .config import INDEX_FOLDER, SETTINGS_FILE, EngineConfig, load_fusor, model
 from .decoding import Piece
 from .documents import Documents
 from .ingest import BATCH_DOCUMENTS, DocumentEncoder, IngestReport, batches
-from .passages import FoundPassages, PassageReuse
+from .passages import FoundPassage, PassageReuse, passages_of
 from .prefill import Prefiller, PrefillSteps, PrefixCache
 from .profiles import calibrated, find_controller
 from .prompt import PromptChunk, PromptRenderer, PromptTokens, check_characters
@@ -212,7 +212,7 @@ class Engine:
         self._check_open()
         return self.retriever.search(question, num_chunks, filter)
 
-    def find_passages(self, messages: Iterable[tuple[str, str]]) -> FoundPassages:
+    def find_passages(self, messages: Iterable[tuple[str, str]]) -> tuple[FoundPassage, ...]:
         """The passages in a chat's messages, a role and a text each, for `RequestOptions.passages`; none if it is switched off.
 
         Raises:
@@ -222,9 +222,9 @@ class Engine:
         self._check_open()
         texts = list(messages)
         check_characters(sum(len(text) for _, text in texts), self.fusor.max_positions)
-        return FoundPassages.of(texts, self.retriever.passages) if self.config.find_passages else FoundPassages()
+        return passages_of(texts, self.retriever.passages) if self.config.find_passages else ()
 
-    def explain(self, layout: PromptTokens, passages: FoundPassages, cache_salt: str = "") -> dict[str, Any]:
+    def explain(self, layout: PromptTokens, passages: Sequence[FoundPassage], cache_salt: str = "") -> dict[str, Any]:
         """The passages of a prompt without chunks, and how many of its tokens a blend would reuse; notes nothing."""
         return self._passages.explain(layout, passages, namespace_of(cache_salt))
 
@@ -275,7 +275,7 @@ class Engine:
         namespace = namespace_of(asked.cache_salt)
         prompt = replace(layout, chunks=self._prompt_chunks(chunks, namespace, brought=asked.documents is not None))
         blends = asked.method in ("blend", "full_reuse")
-        if asked.passages.passages and blends and self.fusor.exact_reason is None:
+        if asked.passages and blends and self.fusor.exact_reason is None:
             prompt = self._passages.cut(prompt, asked.passages, namespace)
         # 4. Copy to this machine what only the remote tier has.
         if blends:

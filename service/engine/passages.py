@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cacheblend.store import PASSAGES, ChunkKey
@@ -43,22 +43,10 @@ class FoundPassage(NamedTuple):
         return {**plain, "document_id": chunk and chunk.document_id}
 
 
-@dataclass(frozen=True, slots=True)
-class FoundPassages:
-    """The passages in the messages of a chat, or in the text of a completion, in the prompt's order."""
-
-    passages: tuple[FoundPassage, ...] = ()
-
-    @classmethod
-    def of(cls, messages: Iterable[tuple[str, str]], find: Callable[[str, str], Iterable[Passage]]) -> FoundPassages:
-        """Look through messages, a role and a text each; `find` has a text and its role."""
-        found = ((number, text, one) for number, (role, text) in enumerate(messages) for one in find(text, role))
-        return cls(tuple(FoundPassage(number, text[one.start : one.end], *one) for number, text, one in found))
-
-    @property
-    def are_retrieved(self) -> bool:
-        """Whether an application has retrieved them: their form says so, or they are stored chunks."""
-        return any(one.reason != "paragraph" for one in self.passages)
+def passages_of(messages: Iterable[tuple[str, str]], find: Callable[[str, str], Iterable[Passage]]) -> tuple[FoundPassage, ...]:
+    """The passages in messages, a role and a text each, in the prompt's order; `find` has a text and its role."""
+    found = ((number, text, one) for number, (role, text) in enumerate(messages) for one in find(text, role))
+    return tuple(FoundPassage(number, text[one.start : one.end], *one) for number, text, one in found)
 
 
 def locate(prompt_ids: Sequence[int], passages: Iterable[tuple[Sequence[int], int]]) -> list[tuple[int, int, int] | None]:
@@ -117,14 +105,14 @@ class PassageReuse:
         self._engine, self._naming, self._rows = engine, naming, rows
         self._seen = AdmissionFilter(REMEMBERED)
 
-    def cut(self, prompt: PromptTokens, found: FoundPassages, namespace: str) -> PromptTokens:
+    def cut(self, prompt: PromptTokens, found: Sequence[FoundPassage], namespace: str) -> PromptTokens:
         """The prompt, cut at passages whose KV is stored; uncut where too little is reused."""
         engine, token_ids = self._engine, prompt.token_ids
         # 1. Each passage by itself, and where it stands.
         with engine.prefixes.find(token_ids, len(token_ids) - 1, namespace) as prefix:
             exact = prefix.tokens
         placed, stored = self._look_up(token_ids, found, namespace)
-        located = [(chunk, *place, one) for (chunk, place), one in zip(placed, found.passages, strict=True) if place]
+        located = [(chunk, *place, one) for (chunk, place), one in zip(placed, found, strict=True) if place]
         # 2. Those that are not stored are noted, once a request; paragraphs that all prompts begin with stay exact.
         missing = {chunk.key: chunk for chunk, start, *_, one in located if start >= exact or one.reason != "paragraph"}
         for key in missing.keys() - stored - {None}:
@@ -144,19 +132,19 @@ class PassageReuse:
             done = stop
         return PromptTokens(token_ids[:begin], token_ids[done:], tuple(rows))
 
-    def explain(self, prompt: PromptTokens, found: FoundPassages, namespace: str) -> dict[str, Any]:
+    def explain(self, prompt: PromptTokens, found: Sequence[FoundPassage], namespace: str) -> dict[str, Any]:
         """See `Engine.explain`: each passage with its tokens in the prompt, and whether their KV is stored."""
         placed, stored = self._look_up(prompt.token_ids, found, namespace)
         shown = [
             {**one.as_dict(), "tokens": place[1] - place[0] if place else 0, "stored": bool(place) and chunk.key in stored}
-            for one, (chunk, place) in zip(found.passages, placed, strict=True)
+            for one, (chunk, place) in zip(found, placed, strict=True)
         ]
         reused = sum(one["tokens"] for one in shown if one["stored"])
         blends = self._engine.fusor.exact_reason is None and reused >= LEAST_SHARE * len(prompt)
         return {"passages": shown, "prompt_tokens": len(prompt), "reused_tokens": reused if blends else 0}
 
     def _look_up(
-        self, token_ids: Sequence[int], found: FoundPassages, namespace: str
+        self, token_ids: Sequence[int], found: Sequence[FoundPassage], namespace: str
     ) -> tuple[list[tuple[PromptChunk, tuple[int, int, int] | None]], set[ChunkKey]]:
         """Each passage and where it stands in the prompt, see `locate`, and the keys of those in it whose KV is stored."""
         chunks = list(self._chunks(found, namespace))
@@ -165,10 +153,10 @@ class PassageReuse:
         keys = [chunk.key for chunk, place in placed if place and chunk.key is not None]
         return placed, {key for key, is_there in zip(keys, self._engine.store.find(keys), strict=True) if is_there}
 
-    def _chunks(self, found: FoundPassages, namespace: str) -> Iterator[tuple[PromptChunk, int]]:
+    def _chunks(self, found: Sequence[FoundPassage], namespace: str) -> Iterator[tuple[PromptChunk, int]]:
         """Each passage with the key of its KV, and how many tokens of that, those of a title, are not in the prompt."""
-        rows = iter(self._rows([one.chunk for one in found.passages if one.chunk is not None], namespace))
-        for one in found.passages:
+        rows = iter(self._rows([one.chunk for one in found if one.chunk is not None], namespace))
+        for one in found:
             if one.chunk is None:
                 token_ids = tuple(self._engine.prompts.text_ids(one.text))
                 yield PromptChunk(token_ids, self._naming.key(token_ids, (), PASSAGES + namespace)), 0

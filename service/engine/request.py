@@ -22,7 +22,7 @@ from cacheblend.retriever import Chunk, ScoredChunk
 from .blend_plan import PlannedSegment
 from .config import METHODS
 from .decoding import Decoding, Piece, Sampling, TokenLogprob
-from .passages import FoundPassages
+from .passages import FoundPassage
 from .prompt import PromptTokens
 from .reasoning import Thoughts
 
@@ -75,7 +75,7 @@ class RequestOptions(Sampling):
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     layout: PromptTokens | None = None
-    passages: FoundPassages = field(default_factory=FoundPassages)
+    passages: Sequence[FoundPassage] = ()
     thoughts: Thoughts | None = None
     cache_salt: str = ""
     tenant: str = ""

@@ -207,8 +207,8 @@ def answer_report(body: GenerationBody, served: Request, done: Done) -> dict[str
         "total_s": timings.total_s,
         "prepare_s": served.retrieved - served.asked.arrived,
     }
-    if served.asked.passages.passages:
-        report["passages"] = len(served.asked.passages.passages)
+    if served.asked.passages:
+        report["passages"] = len(served.asked.passages)
     if plan.exact_reason is not None:
         report["exact_reason"] = plan.exact_reason
     if body.return_chunks:

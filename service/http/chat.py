@@ -21,7 +21,6 @@ from cacheblend.base.threads import Check
 from cacheblend.service.engine.decoding import Piece, Sampling
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.grammar import GrammarCompiler
-from cacheblend.service.engine.passages import FoundPassages
 from cacheblend.service.engine.prompt import PromptRenderer, question_place
 from cacheblend.service.engine.reasoning import Thoughts
 from cacheblend.service.engine.request import Done, Event, Failed
@@ -108,7 +107,8 @@ def lay_out_chat(engine: Engine, body: ChatBody, defaults: Mapping[str, Any]) ->
         raise refused("num_chunks", "leave it out beside documents, which are all used", code=None)
     messages = [message.message() for message in body.messages]
     passages = engine.find_passages((message.role, message.content) for message in messages)
-    num_chunks = 0 if body.documents is not None or passages.are_retrieved else DEFAULT_NUM_CHUNKS
+    are_retrieved = any(one.reason != "paragraph" for one in passages)  # by their form, or they are stored chunks
+    num_chunks = 0 if body.documents is not None or are_retrieved else DEFAULT_NUM_CHUNKS
     num_chunks = min(num_chunks if body.num_chunks is None else body.num_chunks, engine.retriever.chunk_count)
     tools = [tool.model_dump(exclude_none=True) for tool in body.called_tools]
     prompts, with_chunks = engine.prompts, num_chunks > 0 or body.brought is not None
@@ -117,7 +117,7 @@ def lay_out_chat(engine: Engine, body: ChatBody, defaults: Mapping[str, Any]) ->
     yield {
         "question": messages[question_place(messages)].content,
         "layout": layout,
-        "passages": FoundPassages() if with_chunks else passages,
+        "passages": () if with_chunks else passages,
         "thoughts": prompts.thoughts(layout),
         "num_chunks": num_chunks,
         "max_tokens": body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
@@ -133,7 +133,7 @@ def lay_out_completion(engine: Engine, body: CompletionBody, words: int) -> Iter
         yield {
             "question": text,
             "layout": engine.prompts.completion(prompt),
-            "passages": FoundPassages() if body.num_chunks or body.documents else engine.find_passages([("user", text)]),
+            "passages": () if body.num_chunks or body.documents else engine.find_passages([("user", text)]),
             "num_chunks": min(body.num_chunks or 0, engine.retriever.chunk_count),
             "max_tokens": body.max_tokens,
         }

@@ -332,7 +332,7 @@ def test_earlier_turns_are_hits(served: tuple[Engine, str, list[Request]]) -> No
 def test_switched_off(passages_fusor: Fusor, open_engine: OpenEngine) -> None:
     """Without the option nothing is looked for."""
     engine = open_engine(fusor=passages_fusor, find_passages=False)
-    assert not engine.find_passages([("user", f"<source>{TEXTS[0]}</source>")]).passages
+    assert not engine.find_passages([("user", f"<source>{TEXTS[0]}</source>")])
 
 
 def test_passages_stand_where_the_template_puts_them() -> None:
