@@ -11,11 +11,24 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 from .errors import StoreDirectoryError, StoreError, StoreFullError
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
+
+
+class Closing:
+    """A context manager that closes at its end."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
 
 
 def make_folder(folder: Path) -> None:

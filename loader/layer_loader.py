@@ -13,11 +13,12 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from cacheblend.base.errors import FusionCancelledError
+from cacheblend.base.files import Closing
 from cacheblend.base.threads import in_daemon_thread
 from cacheblend.blend import LayerKV
 from cacheblend.store.chunk import host_bytes
@@ -117,7 +118,7 @@ class LayerRead(NamedTuple):
     kv: KVHandle
 
 
-class LayerLoader:
+class LayerLoader(Closing):
     """Loads a prompt's stored KV ahead of the fusor: layer by layer, one read a chunk and layer, several at once.
 
     On a CPU the fusor's thread copies entries in memory, with all of its processors: a thread that copied ahead would occupy
@@ -217,12 +218,6 @@ class LayerLoader:
             self._changed.wait_for(lambda: not self._under_way)  # one may be the fusor's own
         self._buffers.clear()
         self._error = None  # its traceback holds a layer and this loader
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _may_read(self) -> bool:
         """Whether a thread has work: a read within the look-ahead, or its own end."""

@@ -17,13 +17,14 @@ from contextlib import suppress
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import Concatenate, ParamSpec, Self, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import faiss
 import numpy as np
 from numpy.typing import NDArray
 
 from cacheblend.base.errors import RetrieverError
+from cacheblend.base.files import Closing
 
 from .catalog import Catalog
 from .document import Chunk, ChunkPlace, chunk_places, found_texts
@@ -59,7 +60,7 @@ def _locked(
     return call
 
 
-class IndexedDocuments:
+class IndexedDocuments(Closing):
     """The documents of an index, without a tokenizer or an embedder. Thread-safe; a context manager, which closes the catalog.
 
     A retriever that has the same index open follows what is removed.
@@ -124,12 +125,6 @@ class IndexedDocuments:
         """Close the catalog; a second call does nothing."""
         with self._lock:
             self._catalog.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class VectorIndex:

@@ -12,14 +12,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import torch
 import xxhash
 
 from cacheblend.base.errors import ConfigError, DamagedEntryError, StoreError
-from cacheblend.base.files import FILE_MODE, sync_folder, write_error
+from cacheblend.base.files import FILE_MODE, Closing, sync_folder, write_error
 from cacheblend.base.memory import Bytes
 
 from .chunk import host_bytes
@@ -28,7 +27,7 @@ from .entry import BLOCK_BYTES, LENGTH_BYTES, MAX_HEADER_BYTES, EncodedEntry, En
 _MAX_PARTS = 1024  # of one vectored read (IOV_MAX)
 
 
-class EntryFile:
+class EntryFile(Closing):
     """An entry's file, open for reading by several threads; a context manager. Use `open`.
 
     A file that other processes unlink stays readable until it is closed.
@@ -142,12 +141,6 @@ class EntryFile:
             if not self._closed and not self._readers:
                 os.close(self._fd)
             self._closed = True
-
-    def __enter__(self) -> EntryFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

@@ -11,9 +11,9 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 from cacheblend.base.errors import RemoteError, StoreError, StoreFullError
+from cacheblend.base.files import Closing
 
 from .catalog import CatalogEntry, DocumentTable
 from .chunk import ChunkKey, ChunkKV
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _MISSES, _FAILED_WRITES = "misses", "failed_writes"
 
 
-class KVStore:
+class KVStore(Closing):
     """Keeps chunks' KV in one folder; a context manager. Thread-safe, and several processes may share the folder.
 
     Every entry is a file on NVMe; RAM holds copies of those used last. Each tier drops
@@ -255,12 +255,6 @@ class KVStore:
             logger.warning("the last times of use are not kept: %s", error)
         finally:
             self._close_tiers()
-
-    def __enter__(self) -> KVStore:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if not self._closed:

@@ -11,12 +11,12 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
 from cacheblend.base.errors import DeadlineError, QueueFullError, ShuttingDownError
+from cacheblend.base.files import Closing
 from cacheblend.blend import Fusor
 from cacheblend.service.engine.request import Done, Failed, Request
 
@@ -122,7 +122,7 @@ class SchedulerState:
     decoding: int
 
 
-class Scheduler:
+class Scheduler(Closing):
     """Serves requests on one model. Thread-safe; a context manager.
 
     One prompt is prefilled at a time, since two at once would both come later. Tenants take turns, a prompt each, or `turn_s`
@@ -244,12 +244,6 @@ class Scheduler:
             self._thread.join(self.config.grace_s)
         self.abort()
         self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def _work(self) -> None:
         try:
