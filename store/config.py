@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import GIB, MIB, check_whole, is_number, option
@@ -52,7 +51,6 @@ class StoreConfig:
         panel=REMOTE_PANEL,
         secret=True,
     )
-    remote_secret_file: str | None = option(None, "File that holds the deployment's secret.", panel=REMOTE_PANEL)
     remote_tenant: str | None = option(
         None,
         "Tenant of the entries in the remote tier, for a command on the folder of one (tenants/NAME); a service sets it.",
@@ -70,8 +68,6 @@ class StoreConfig:
             from .remote import RemoteAddress
 
             RemoteAddress(self.remote)
-        if self.remote_secret is not None and self.remote_secret_file is not None:
-            raise ConfigError("remote_secret_file", self.remote_secret_file, "not beside remote_secret")
         self.read_secret()
         if self.remote_tenant is not None and (not isinstance(self.remote_tenant, str) or not self.remote_tenant):
             raise ConfigError("remote_tenant", self.remote_tenant, "a tenant's name, or nothing")
@@ -79,20 +75,10 @@ class StoreConfig:
             raise ConfigError("remote_timeout_s", self.remote_timeout_s, "seconds above 0")
 
     def read_secret(self) -> bytes | None:
-        """The deployment's secret; None for none.
-
-        Raises:
-            ConfigError: the file cannot be read, or holds fewer than 16 characters.
-        """
-        secret, name = self.remote_secret, "remote_secret"
-        if self.remote_secret_file is not None:
-            name = "remote_secret_file"
-            try:
-                secret = Path(self.remote_secret_file).expanduser().read_text(encoding="utf-8").strip()
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(name, self.remote_secret_file, f"a file that can be read ({type(error).__name__})") from error
+        """The deployment's secret, None for none; raises ConfigError for one of fewer than 16 characters."""
+        secret = self.remote_secret
         if secret is None:
             return None
         if not isinstance(secret, str) or len(secret) < MIN_SECRET:
-            raise ConfigError(name, "what is given (not shown)", f"{MIN_SECRET} characters or more")
+            raise ConfigError("remote_secret", "what is given (not shown)", f"{MIN_SECRET} characters or more")
         return secret.encode()

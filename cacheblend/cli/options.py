@@ -22,7 +22,7 @@ T = TypeVar("T")
 MODEL_HELP = "Model directory, GGUF file, hub id, or known name (cacheblend model ls)."
 # Options of an engine that have an effect on a command that looks at a model, and options of a store for its remote tier.
 OF_MODELS = ("device", "dtype", "allow_unverified")
-OF_REMOTES = ("remote", "remote_secret", "remote_secret_file", "remote_tenant", "remote_timeout_s")
+OF_REMOTES = ("remote", "remote_secret", "remote_tenant", "remote_timeout_s")
 DEFAULT_STORE_DIR = user_data_folder() / "store"
 
 

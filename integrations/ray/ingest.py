@@ -235,8 +235,6 @@ def _hush() -> None:
 
 def _absolute(config: EngineConfig) -> EngineConfig:
     """The config with paths that mean the same in an actor, whose working folder is another."""
-    retriever, store = config.retriever, config.store
-    given = {"model": config.model, "context_filler": config.context_filler, "embedder": retriever.embedder}
-    given["remote_secret_file"] = store.remote_secret_file or ""
-    paths = {name: str(path.absolute()) for name, one in given.items() if one and (path := Path(one).expanduser()).exists()}
+    given = {"model": config.model, "context_filler": config.context_filler, "embedder": config.retriever.embedder}
+    paths = {name: str(path.absolute()) for name, one in given.items() if (path := Path(one).expanduser()).exists()}
     return from_options(EngineConfig, {**paths, "store_dir": Path(config.store_dir).absolute()}, config)

@@ -25,7 +25,7 @@ from cacheblend.service.engine.prompt import PromptRenderer
 from cacheblend.store import StoreConfig
 
 # Options that the environment may have instead, as it may for the other commands: vLLM logs the ones that it is given.
-VARIABLES = ("remote", "remote_secret", "remote_secret_file")
+VARIABLES = ("remote", "remote_secret")
 OF_ENGINE = (
     *("store_dir", "recompute_ratio", "ram_budget_bytes", "nvme_budget_bytes", "instruction", "context_filler"),
     *("preset", "max_loss_nats", "chunk_tokens", "find_passages", "index_budget_bytes"),
