@@ -3,10 +3,11 @@
     python scripts/measure_retrieval.py 2wikimqa_sharedcorpus1000.jsonl.gz --cases 300
     python scripts/measure_retrieval.py FILE --answers --model smollm2-135m --chunk-tokens 512 --out rows.jsonl
 
-All passages of all cases are one corpus, a document each. A document is one chunk, or with `--chunk-tokens` split as the
-service does. Gold passages of a question are those of its own case that hold an answer or whose title the question names.
-`recall`: their share among the documents of the `--num-chunks` chunks found; `answer`: whether one of these chunks is of a gold
-passage and holds an answer; `all`: whether chunks of all gold passages are there; in the mean.
+All passages of all cases are one corpus: each is a document of one chunk. With `--chunk-tokens` passages of one title are one
+document, as in a user's file, split as the service does. Gold documents of a question are those of its own case's passages that
+hold an answer or whose title the question names. `recall`: their share among the documents of the `--num-chunks` chunks found;
+`answer`: whether one of these chunks is of a gold document and holds an answer; `all`: whether chunks of all gold documents are
+there; in the mean.
 
 With `--answers` the model answers each question from what was found, by full recompute and by blending as the default preset
 does, or at `--ratio`, the KV of all chunks stored. `f1` is SQuAD's; `contains`: whether a right answer stands in the model's,
@@ -81,11 +82,11 @@ class Case:
     holding: frozenset[str]
 
     @classmethod
-    def of(cls, example: Example) -> Case:
-        """The case of an example."""
+    def of(cls, example: Example, ids: Mapping[Passage, str]) -> Case:
+        """The case of an example, given the id of each passage's document."""
         answers = _answers(example)
-        holding = {_id_of(one) for one in example.passages if any(answer in _plain(one.text) for answer in answers)}
-        names = {_id_of(one): _plain(re.sub(r"\(.*?\)", "", one.title)) for one in example.passages}
+        holding = {ids[one] for one in example.passages if any(answer in _plain(one.text) for answer in answers)}
+        names = {ids[one]: _plain(re.sub(r"\(.*?\)", "", one.title)) for one in example.passages}
         named = {id_ for id_, name in names.items() if name.strip() and name in _plain(example.question)}
         return cls(example, frozenset(holding | named), frozenset(holding))
 
@@ -109,8 +110,19 @@ def _answers(example: Example) -> list[str]:
     return [plain for answer in example.answers if (plain := _plain(answer)).strip() not in NO_ANSWER]
 
 
-def _id_of(passage: Passage) -> str:
-    return Document.of({"title": passage.title, "text": passage.text}).id
+def make_corpus(examples: Sequence[Example], *, joins_titles: bool) -> tuple[dict[str, dict[str, str]], dict[Passage, str]]:
+    """The corpus: its documents by id, and the id of each passage's document; those of one title may be one document."""
+    passages = dict.fromkeys(one for example in examples for one in example.passages)
+    parts: dict[str | Passage, list[Passage]] = {}
+    for one in passages:
+        parts.setdefault((joins_titles and one.title) or one, []).append(one)
+    corpus, ids = dict[str, dict[str, str]](), dict[Passage, str]()
+    for own in parts.values():
+        document = {"title": own[0].title, "text": "\n\n".join(one.text for one in own)}
+        id_ = Document.of(document).id
+        corpus[id_] = document
+        ids |= dict.fromkeys(own, id_)
+    return corpus, ids
 
 
 class Answerer:
@@ -174,7 +186,7 @@ def opened(
 
     def report(done: int, total: int) -> None:
         if done % 500 == 0 or done == total:
-            print(f"{way}: {done} of {total} passages in the index", file=sys.stderr)
+            print(f"{way}: {done} of {total} documents in the index", file=sys.stderr)
 
     if fusor is None:
         tokenizer = load_tokenizer(options.model)
@@ -284,7 +296,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--best-last", action="store_true", help="chunks in the opposite order, the nearest beside the question"
     )
     parser.add_argument("--context-filler", default="auto", help="see the engine's option: auto, none, or a text file")
-    parser.add_argument("--chunk-tokens", type=int, help="split passages into chunks of so many; left out, they stay whole")
+    parser.add_argument("--chunk-tokens", type=int, help="join passages of one title, split into chunks of so many")
     parser.add_argument("--out", type=Path, help="a line a case; a file that is there is gone on with")
     parser.add_argument("--json", action="store_true", help="nothing but the JSON object on stdout: no table before it")
     return parser.parse_args(arguments)
@@ -297,13 +309,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     # 1. The corpus, and what should be found in it.
     examples = list(read_examples(options.file))
-    corpus = {_id_of(one): {"title": one.title, "text": one.text} for example in examples for one in example.passages}
-    cases = [case for case in map(Case.of, examples[:: options.every][: options.cases]) if case.gold]
-    setup = {"file": options.file.name, "passages": len(corpus), "questions": len(cases)} | {
+    corpus, ids = make_corpus(examples, joins_titles=options.chunk_tokens is not None)
+    asked = examples[:: options.every][: options.cases]
+    cases = [case for example in asked if (case := Case.of(example, ids)).gold]
+    setup = {"file": options.file.name, "passages": len(ids), "documents": len(corpus), "questions": len(cases)} | {
         name: getattr(options, name) for name in DEPENDS_ON
     }
     rows = Rows(options.out, setup)
-    print(f"{len(corpus)} passages, {len(cases)} questions", file=sys.stderr)
+    print(f"{len(ids)} passages, {len(corpus)} documents, {len(cases)} questions", file=sys.stderr)
 
     # 2. Each way to search; texts are embedded and KV is computed once.
     fusor = Fusor.from_pretrained(options.model, dtype="auto") if options.answers else None

@@ -22,13 +22,13 @@ from engines import make_model
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file of three cases, and no embedding model."""
     monkeypatch.setattr(measure_retrieval, "SentenceTransformerEmbedder", FakeEmbedder)
-    shared = {"title": "Shared", "text": "Every town has a mayor and a river. " * 20}
+    shared = [{"title": "Shared", "text": f"Every town has {count} mayors and a river. " * 20} for count in range(3)]
     cases = [
         {
             "id": f"case-{index}",
             "question": f"Where does person {index} live?",
             "answers": [f"town {index}"],
-            "passages": [{"title": f"Title {index}", "text": f"Person {index} lives in town {index}. " * 20}, shared],
+            "passages": [{"title": f"Title {index}", "text": f"Person {index} lives in town {index}. " * 20}, shared[index]],
             "task": "qa",
         }
         for index in range(3)
@@ -54,12 +54,13 @@ def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 
 
 def test_recall(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With as many chunks as there are, every gold passage is found; a chunk of it that holds no answer is none with one."""
-    found = figures(capsys, str(data), "--num-chunks", "4", "--way", "hybrid")
-    assert (found["passages"], found["questions"]) == (4, 3)
+    """With as many chunks as there are, every gold passage is found; split ones of a title are one document."""
+    found = figures(capsys, str(data), "--num-chunks", "6", "--way", "hybrid")
+    assert (found["passages"], found["documents"], found["questions"]) == (6, 6, 3)
     assert found["hybrid"] == {"recall": 1.0, "answer": 1.0, "all": 1.0}
     split = figures(capsys, str(data), "--num-chunks", "1", "--chunk-tokens", "4", "--way", "hybrid")
-    assert split["hybrid"]["answer"] < 1
+    assert (split["passages"], split["documents"]) == (6, 4)
+    assert split["hybrid"]["answer"] < 1  # a chunk without the answer is none that holds it
 
 
 def test_answers_go_on(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
