@@ -1,6 +1,6 @@
 # make demo    set up .venv and run the main job: Qwen2.5-Coder 0.5B, fetched once, asked about a handbook by three methods; MODEL=dir for yours,
 #              DEMO_ARGS=--small for SmolLM2 135M
-# make bench   measure the five tables of docs/benchmarks.md and write them there; DATA=dir of the data sets, BENCH_ARGS=--quick for a try
+# make bench   measure the tables and pictures of docs/benchmarks.md and write them there; DATA=dir of the data sets, BENCH_ARGS=--quick for a try
 # make install set up .venv with everything that users need, for `.venv/bin/cacheblend`
 # make check   set up .venv and run what CI runs: lint, types, import floors, tests in two processes (WORKERS=n)
 # make check-lowest  set up .venv-lowest with the lowest versions that pyproject.toml allows, and run the tests there; LOWEST_TESTS=tests/...

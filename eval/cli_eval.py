@@ -178,7 +178,9 @@ def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
     figure: Annotated[
         Path | None,
-        typer.Option(help="Also draw KL and quality against compute, a column a run, as FILE.png with FILE.csv beside it."),
+        typer.Option(
+            help="Also draw KL and quality against compute and TTFT, a column a run, as FILE.png, with FILE.csv beside."
+        ),
     ] = None,
 ) -> None:
     """Print runs as Markdown tables, and several side by side.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -32,6 +33,9 @@ def load(
     seed: Annotated[int, typer.Option(help="Draws the arrivals.")] = 0,
     api_key: Annotated[str | None, typer.Option(envvar="CACHEBLEND_API_KEY", help="Sent to our own service.")] = None,
     peer_api_key: Annotated[str | None, typer.Option(envvar="CACHEBLEND_PEER_API_KEY", help="Sent to the peers.")] = None,
+    figure: Annotated[
+        Path | None, typer.Option(help="Also draw the median TTFT against the rate, as FILE.png, with FILE.csv beside.")
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Ask servers a data set's questions at random moments, at several rates: percentiles of TTFT, and throughput.
@@ -39,8 +43,10 @@ def load(
     Examples:
 
         cacheblend eval load squad_shared --address http://127.0.0.1:8000
-        cacheblend eval load squad_shared --peer vllm=http://127.0.0.1:8001
+        cacheblend eval load squad_shared --peer vllm=http://127.0.0.1:8001 --figure load.png
     """
+    if figure is not None and figure.suffix != ".png":
+        raise ConfigError("figure", str(figure), "a .png")
     wording, examples = data_set(name).wording, read_examples(find_file(name, data))
     requests = [LoadRequest.from_example(example, wording, num_chunks) for example in itertools.islice(examples, cases)]
     targets: list[Target] = [] if address is None else own_targets(_base(address), listed(methods), api_key)
@@ -57,6 +63,13 @@ def load(
             targets, requests, swept, max_tokens=max_tokens, timeout_s=timeout_s, seed=seed, on_progress=progress
         )
         steps = asyncio.run(loading)
+    if figure is not None:
+        from cacheblend.eval.run.report import draw_times
+
+        draw_times(
+            figure,
+            [("requests a second", step["target"], step["rate_rps"], step["ttft_s_p50"]) for step in steps if step["answered"]],
+        )
     if as_json:
         terminal.print_json({"data_set": name, "cases": len(requests), "steps": steps})
         return

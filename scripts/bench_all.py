@@ -1,10 +1,11 @@
-"""Measure the five tables of docs/benchmarks.md, and write them between their markers `<!-- bench:NAME -->` there.
+"""Measure the tables and pictures of docs/benchmarks.md, and write them between their markers `<!-- bench:NAME -->` there.
 
     python scripts/bench_all.py --data DIR                # some hours on two cores, nothing beside it
-    python scripts/bench_all.py --data DIR --quick        # a few cases of each in minutes, printed and not written
+    python scripts/bench_all.py --data DIR --quick        # a few cases of each in minutes, printed; pictures into runs/figures
     python scripts/bench_all.py --data DIR --table ttft   # one table; may be repeated
 
-DIR holds the files of the data sets, see docs/evaluation.md. The tables are made of what other commands print as JSON.
+DIR holds the files of the data sets, see docs/evaluation.md. The tables are made of what other commands print as JSON. The
+pictures are the paper's figures 12 and 16 (`ratio`), 14 (`load`) and 15 (`ttft`), each with its points as CSV beside it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from attack_tenants import served
+
 from cacheblend.blend import DEFAULT_RATIO
-from cacheblend.eval.data import DATA_SETS
+from cacheblend.eval.data import find_file
 from cacheblend.eval.run.folder import commit
+from cacheblend.eval.run.report import draw_times
 from cacheblend.store.codecs import CODECS
 
 MODELS = ["qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"]
@@ -28,10 +32,15 @@ SCRIPTS = Path(__file__).parent
 SEARCH, PAGE = SCRIPTS / "measure_retrieval.py", SCRIPTS.parent / "docs" / "benchmarks.md"
 SETS = {"squad_shared": (6, 100), "hotpotqa": (10, 50), "2wikimqa_dev": (10, 89), "musique_dev": (12, 40)}  # passages, cases
 DRAWN = ("hotpotqa", "squad_shared")
+SEARCHED = ("2wikimqa_shared", "squad_shared", "musique_dev")
 RATIOS = (0.05, 0.1, DEFAULT_RATIO, 0.2, 0.3, 0.5)
 WAYS = ("hybrid", "hybrid, 2 rounds")
-TABLES = ("quality", "ratio", "ttft", "ingest", "retrieval")
+TABLES = ("quality", "ratio", "ttft", "load", "ingest", "retrieval")
 WAYS_TO_BLEND = ("balanced", "blend", "blend_hkvd")
+SERVED = "full_recompute,prefix_cache,full_reuse,blend"
+RATES = "0.05,0.1,0.2,0.4"
+TIMES = {"0.0": "ratio 0", "settled": "settled", "widened": "widened", str(DEFAULT_RATIO): f"ratio {DEFAULT_RATIO:g}"}
+NUMBERS, LENGTHS = (2, 4, 8, 16), (128, 256, 512, 1024)  # of chunks, and the tokens of one of six
 COMPUTE, KL, NLL = "compute_share", "first_token_kl_nats", "gold_nll_over_full_nats"
 
 
@@ -52,6 +61,7 @@ class Bench:
 
     def __init__(self, data: Path, models: Sequence[str], is_quick: bool) -> None:
         self.data, self.models, self.is_quick = data, models, is_quick
+        self.figures = Path("runs") / "figures" if is_quick else PAGE.parent / "figures"
 
     def few(self, number: int, quick: int = 2) -> int:
         """How many cases or repeats there are."""
@@ -64,6 +74,15 @@ class Bench:
             out = ("--cases", self.few(cases), "--json", *(() if "--out" in options else ("--out", Path(folder) / "run")))
             words = ("eval", name, "--model", model, "--methods", f"full_recompute,{methods}", *fixed, *out, *options)
             return dict(run("-m", "cacheblend", *words)["methods"])
+
+    def search(self, name: str, model: str, *options: object) -> dict[str, Any]:
+        """Measure what is found in a data set's passages, and how it is answered."""
+        return run(SEARCH, find_file(name, str(self.data)), "--model", model, "--json", *options)
+
+    def prefill(self, model: str, *size: object) -> dict[str, Any]:
+        """Time a prompt in full and blended."""
+        fixed = ("--repeats", self.few(3, 1), "--ratios", 0.0, DEFAULT_RATIO)
+        return run(SCRIPTS / "bench_fusor.py", "--model", model, *fixed, *size)
 
     def quality(self) -> str:
         """The preset, a fixed ratio and the paper's selection, given passages; then over the retriever's own chunks."""
@@ -79,7 +98,7 @@ class Bench:
                 others = ((COMPUTE, 3), (KL, 3), ("equal_greedy_tokens", 2))
                 compute, kl, equal = (", ".join(f"{one[what]:.{digits}f}" for one in ways) for what, digits in others)
                 rows.append((model, "{}: {cases}, {prompt_tokens:,.0f}".format(name, **full), f1, compute, kl, nll, equal))
-                found = run(SEARCH, self.data / DATA_SETS[name].file, "--model", model, "--json", *answered)
+                found = self.search(name, model, *answered)
                 own, blend, cases = found[WAYS[-1]], found[WAYS[-1]]["blend"], found["questions"]
                 nll = "{:+.2f} ({:+.2f} to {:+.2f})".format(*own["nll_over_full"])
                 f1 = f"{own['full_recompute']['f1']}, {blend['f1']}"
@@ -87,27 +106,43 @@ class Bench:
         return table("model|set: cases, tokens|F1: full, then the ways|compute|KL|NLL over full|equal tokens", rows)
 
     def ttft(self) -> str:
-        """Full prefill against blends, by model and prompt length."""
-        ways, rows = ("0.0", "settled", "widened", str(DEFAULT_RATIO)), list[Sequence[object]]()
+        """Full prefill against blends, by model and prompt length; drawn by the number and by the length of chunks."""
+        rows: list[Sequence[object]] = []
+        by_number: dict[int, dict[str, Any]] = {}  # of the last model
         for model in self.models:
-            for chunks in (2, 4, 8, 16):
-                sizes = ("--chunks", self.few(chunks, 1), "--repeats", self.few(3, 1), "--ratios", 0.0, DEFAULT_RATIO)
-                found = run(SCRIPTS / "bench_fusor.py", "--model", model, *sizes)
-                blends = (found["blend"][way] for way in ways)
+            by_number = {chunks: self.prefill(model, "--chunks", chunks) for chunks in NUMBERS[: self.few(4, 1)]}
+            for found in by_number.values():
+                blends = (found["blend"][way] for way in TIMES)
                 times = (f"{blend['blend_s']:.3g} s, {blend['speedup']:.1f} x" for blend in blends)
                 rows.append((model, f"{found['tokens']:,}", f"{found['full_s']:.3g} s", *times))
-        return table("model|prompt tokens|full prefill|ratio 0|settled|widened|" + f"ratio {DEFAULT_RATIO:g}", rows)
+        by_length = {tokens: self.prefill(self.models[-1], "--chunk-tokens", tokens) for tokens in LENGTHS[: self.few(4, 1)]}
+        points: list[tuple[str, str, float, float]] = []
+        for axis, measured in (("chunks of 512 tokens", by_number), ("tokens of each of 6 chunks", by_length)):
+            for size, found in measured.items():
+                seconds = {"full prefill": found["full_s"]} | {TIMES[way]: found["blend"][way]["blend_s"] for way in TIMES}
+                points += [(axis, way, size, value) for way, value in seconds.items()]
+        draw_times(self.figures / "ttft_chunks.png", points)
+        made = table("model|prompt tokens|full prefill|" + "|".join(TIMES.values()), rows)
+        return f"{made}\n\n![TTFT by number and length of chunks](figures/ttft_chunks.png)"
+
+    def load(self) -> str:
+        """The picture of TTFT under requests at random moments, by a service's methods."""
+        asked = ("--methods", SERVED, "--cases", self.few(40, 4), "--rates", RATES, "--data", self.data)
+        with tempfile.TemporaryDirectory() as folder, served(Path(folder), {}, self.models[-1]) as (address, _):
+            drawn = ("--figure", self.figures / "ttft_load.png", "--json")
+            run("-m", "cacheblend", "eval", "load", "squad_shared", "--address", address, *asked, *drawn)
+        return "![TTFT by requests a second](figures/ttft_load.png)"
 
     def ratio(self) -> str:
-        """The picture of loss and quality against compute."""
-        picture, methods = PAGE.parent / "figures" / "loss_compute.png", f"full_reuse,high,{','.join(WAYS_TO_BLEND)}"
+        """The picture of loss and quality against compute, and of quality against TTFT."""
+        picture, methods = self.figures / "loss_compute.png", f"full_reuse,high,{','.join(WAYS_TO_BLEND)}"
         with tempfile.TemporaryDirectory() as folder:
-            runs = [Path(folder) / name for name in DRAWN]
-            for name, out in zip(DRAWN, runs, strict=True):
-                self.eval(name, self.models[0], methods, 20, "--ratios", ",".join(map(str, RATIOS)), "--out", out)
+            runs = {Path(folder) / f"{name}{place}": (name, model) for place, model in enumerate(self.models) for name in DRAWN}
+            for out, (name, model) in runs.items():
+                self.eval(name, model, methods, 20, "--ratios", ",".join(map(str, RATIOS)), "--out", out)
             report = [sys.executable, "-m", "cacheblend", "eval", "report", *runs, "--figure", picture]
             subprocess.run(list(map(str, report)), check=True, stdout=subprocess.DEVNULL)
-        return f"![KL of the first token and F1 against compute](figures/{picture.name})"
+        return f"![KL of the first token and F1 against compute, F1 against TTFT](figures/{picture.name})"
 
     def ingest(self) -> str:
         """Speed of the ingest and of the store, then bytes and loss by codec."""
@@ -128,9 +163,8 @@ class Bench:
     def retrieval(self) -> str:
         """Share of gold passages found, and of questions with all of them, by way to search."""
         rows: list[Sequence[object]] = []
-        for name in SETS:
-            words = ("--model", self.models[0], "--cases", self.few(300, 20), "--json")
-            found = run(SEARCH, self.data / DATA_SETS[name].file, *words)
+        for name in SEARCHED:
+            found = self.search(name, self.models[0], "--cases", self.few(300, 20))
             recalls = [f"{found[way]['recall']}, {found[way]['all']}" for way in WAYS]
             rows.append((f"{name}, {found['passages']:,}, {found['questions']}", *recalls))
         return table("set, passages, questions|meaning and words|two rounds (default)", rows)

@@ -1,4 +1,4 @@
-"""Runs as Markdown, a table for each and one side by side; and the picture of their losses against time."""
+"""Runs as Markdown, a table for each and one side by side; and pictures of losses against compute, and of times."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def summarize(run: RunFolder) -> dict[str, Any]:
         `<first metric>_difference` from full recompute with its 95 % interval; `first_token_kl_nats`,
         `gold_nll_over_full_nats`, `equal_greedy_tokens`, each with a `_difference` as well; `ttft_s_median`, `ttft_s_p95`;
         means of `recomputed_tokens`, `loaded_bytes`, `prompt_tokens`, `relative_kv_error`, `gold_nll_nats` and
-        `compute_share`. A mean is over the cases that have the value, None where none has. Beside it the data set, the
-        model, `weights`, and how many cases were cut.
+        `compute_share`; `widened_share` of the cases. A mean is over the cases that have the value, None where none has.
+        Beside it the data set, the model, `weights`, and how many cases were cut.
 
     Raises:
         InputError: the folder is no run, or has no complete case.
@@ -72,6 +72,7 @@ def _summary(label: str, rows: Sequence[Row]) -> dict[str, Any]:
         "recomputed_tokens": float(np.mean([result["recomputed_tokens"] for result in results])),
         "loaded_bytes": float(np.mean([result["loaded_bytes"] for result in results])),
         **{name: _mean(_known(results, name)) for name in ("relative_kv_error", "gold_nll_nats", "compute_share")},
+        "widened_share": _mean(_known(results, "is_widened")),
     }
 
 
@@ -261,10 +262,10 @@ def draw_lines(png: Path, points: Sequence[Point], *, x: str, y: str, log_x: boo
 
 
 def draw_losses(folder: Path, name: str, runs: Sequence[RunFolder]) -> Path:
-    """Draw first-token KL and quality against compute: a column a run, a line a method over its ratios.
+    """Draw first-token KL and quality against compute, and quality against TTFT (the paper's figures 16 and 12).
 
-    A method at three ratios or more has an oracle, which gives each case the least ratio whose KL is within a bound, and full
-    recompute where none is: what the best choice of a ratio could reach.
+    A column is a run, a line a method over its ratios. A method at three ratios or more has an oracle, which gives each case
+    the least ratio whose KL is within a bound, and full recompute where none is: what the best choice of a ratio could reach.
 
     Args:
         folder: where `name.png` and `name.csv` are written.
@@ -276,48 +277,53 @@ def draw_losses(folder: Path, name: str, runs: Sequence[RunFolder]) -> Path:
     """
     with needs_extra("eval"):
         from matplotlib.figure import Figure
-    figure = Figure(figsize=(5.5 * len(runs) + 1, 7.0), layout="constrained")
-    axes = figure.subplots(2, len(runs), squeeze=False, sharex=True)
+    figure = Figure(figsize=(5.5 * len(runs) + 1, 10.0), layout="constrained")
+    axes = figure.subplots(3, len(runs), squeeze=False)
     points: list[tuple[object, ...]] = []
-    for (upper, lower), run in zip(axes.T, runs, strict=True):
+    for column, run in zip(axes.T, runs, strict=True):
+        upper, middle, lower = column
         summary = summarize(run)
         metric, data_set = metric_of(summary), summary["data_set"]
         model = re.sub("-[0-9a-f]{16}$", "", Path(summary["model"]).name)  # a known model's folder has a digest
         for label, at in _lines(summary, run.rows(), metric).items():
             at.sort()
             points += [(model, data_set, label, *point) for point in at]
-            compute, kl_nats, quality = zip(*at, strict=True)
-            style = ":" if label.endswith("oracle") else "-"
-            upper.plot(compute, kl_nats, style, marker=".", label=label)
-            lower.plot(compute, quality, style, marker=".", label=label)
+            compute, kl_nats, quality, ttft_s = zip(*at, strict=True)
+            for axis, x, y in ((upper, compute, kl_nats), (middle, compute, quality), (lower, ttft_s, quality)):
+                axis.plot(x, y, ":" if label.endswith("oracle") else "-", marker=".", label=label)
         upper.set_yscale("symlog", linthresh=0.01)
-        upper.set_ylabel("KL of the first token (nats)")
-        lower.set_ylabel(metric or "quality")
-        lower.set_xlabel("compute, share of full prefill's")
         upper.set_title(f"{model}, {data_set}, {summary['cases']} cases", fontsize="medium")
-        for axis in (upper, lower):
+        compute_label, quality_label = "compute, share of full prefill's", metric or "quality"
+        upper.set(xlabel=compute_label, ylabel="KL of the first token (nats)")
+        middle.set(xlabel=compute_label, ylabel=quality_label)
+        lower.set(xlabel="TTFT, mean (s)", ylabel=quality_label)
+        for axis in column:
             axis.set_xscale("log")
+            axis.tick_params(axis="x", which="minor", labelbottom=False)
             axis.grid(alpha=0.3)
     axes[0, -1].legend(loc="upper left", bbox_to_anchor=(1, 1))
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(
-            [("model", "data_set", "method", "compute_share", "first_token_kl_nats", "quality"), *points]
+            [("model", "data_set", "method", "compute_share", "first_token_kl_nats", "quality", "ttft_s"), *points]
         )
     png = folder / f"{name}.png"
     figure.savefig(png, dpi=110)
     return png
 
 
-def _lines(
-    summary: dict[str, Any], rows: Sequence[Row], metric: str | None
-) -> dict[str, list[tuple[float, float, float | None]]]:
-    """Points of compute, KL and quality, by method; and those of each method's oracle."""
-    found: dict[str, list[tuple[float, float, float | None]]] = {}
+_Point = tuple[float, float, float | None, float]
+
+
+def _lines(summary: dict[str, Any], rows: Sequence[Row], metric: str | None) -> dict[str, list[_Point]]:
+    """Points of compute, KL, quality and TTFT in the mean, by method; and those of each method's oracle."""
+    found: dict[str, list[_Point]] = {}
     ratios: dict[str, list[str]] = {}
     for label, one in summary["methods"].items():
         method = label.partition("@")[0]
-        found.setdefault(method, []).append((one["compute_share"], one["first_token_kl_nats"], one.get(metric or "")))
+        ttft_s = float(np.mean([row["methods"][label]["ttft_s"] for row in rows]))
+        point = (one["compute_share"], one["first_token_kl_nats"], one.get(metric or ""), ttft_s)
+        found.setdefault(method, []).append(point)
         ratios.setdefault(method, []).append(label)
     for method, labels in ratios.items():
         if len(labels) < FEWEST_OF_ORACLE or REFERENCE not in summary["methods"]:
@@ -326,10 +332,9 @@ def _lines(
         for most_nats in BOUNDS_OF_ORACLE:
             taken = [_least(row, [*labels, REFERENCE], most_nats) for row in rows]
             quality = None if metric is None else float(np.mean([one["quality"][metric] for one in taken]))
-            compute, kl_nats = (
-                float(np.mean([one[name] for one in taken])) for name in ("compute_share", "first_token_kl_nats")
-            )
-            found.setdefault(f"{method}, oracle", []).append((compute, kl_nats, quality))
+            names = ("compute_share", "first_token_kl_nats", "ttft_s")
+            compute, kl_nats, ttft_s = (float(np.mean([one[name] for one in taken])) for name in names)
+            found.setdefault(f"{method}, oracle", []).append((compute, kl_nats, quality, ttft_s))
     return found
 
 
@@ -337,3 +342,31 @@ def _least(row: Row, labels: Sequence[str], most_nats: float) -> dict[str, Any]:
     """A case's result by the first method whose KL is within a bound; the last one's is 0."""
     results: list[dict[str, Any]] = [row["methods"][label] for label in labels]
     return next(result for result in results if result["first_token_kl_nats"] <= most_nats)
+
+
+def draw_times(png: Path, points: Sequence[tuple[str, str, float, float]]) -> None:
+    """Draw seconds to the first token, and write the points as CSV beside the picture.
+
+    Args:
+        png: where the picture is written.
+        points: the name of an x axis, which has a panel of its own; a method; its place on the axis; seconds.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    with needs_extra("eval"):
+        from matplotlib.figure import Figure
+    panels = dict.fromkeys(point[0] for point in points)
+    figure = Figure(figsize=(5.5 * len(panels) + 1, 4.0), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, panel in zip(axes, panels, strict=True):
+        for method in dict.fromkeys(point[1] for point in points if point[0] == panel):
+            x, seconds = zip(*sorted(point[2:] for point in points if point[:2] == (panel, method)), strict=True)
+            axis.plot(x, seconds, marker=".", label=method)
+        axis.set(xlabel=panel, ylabel="TTFT, median (s)", xscale="log", yscale="log")
+        axis.grid(alpha=0.3)
+    axes[-1].legend(loc="upper left", bbox_to_anchor=(1, 1))
+    png.parent.mkdir(parents=True, exist_ok=True)
+    with png.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([("axis", "method", "x", "ttft_s"), *points])
+    figure.savefig(png, dpi=110)

@@ -131,6 +131,7 @@ class CaseRunner:
             "new_tokens": len(answer.token_ids),
             "recomputed_tokens": answer.recomputed_tokens,
             "loaded_bytes": answer.loaded_bytes,
+            "is_widened": answer.fused.is_widened,
             **self._nearness(answer.fused, answer.token_ids, reference),
         }
 

@@ -64,6 +64,7 @@ def test_a_data_set_runs_every_method(run: Run, model_dir: Path, tmp_path: Path)
     assert len(rows) == 5 + len(at_a_ratio) * 2 + 4
     drawn = {row[header.index("method")]: row[header.index("first_token_kl_nats")] for row in rows}
     assert float(drawn["full_recompute"]) == 0 < float(drawn["full_reuse"])
+    assert all(float(row[header.index("ttft_s")]) > 0 for row in rows)
     assert run("report", tmp_path / "one", "--figure", tmp_path / "loss.svg")[0] == 2
 
 

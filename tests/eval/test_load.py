@@ -115,7 +115,7 @@ Run = Callable[..., tuple[int, str, str]]
 def test_a_run_over_methods_and_a_peer(
     tmp_path: Path, model_dir: Path, fusor: Fusor, embedder: FakeEmbedder, cacheblend: Run
 ) -> None:
-    """The command asks our service by each method and a peer, at each rate, and prints one object."""
+    """The command asks our service by each method and a peer, at each rate, draws it, and prints one object."""
     write(tmp_path, "musique", [case(index) for index in range(6)])
     config = EngineConfig(
         model=str(model_dir),
@@ -130,7 +130,7 @@ def test_a_run_over_methods_and_a_peer(
         peer(lambda _: sse(piece("a"), piece("b", "stop"), USAGE)) as other,
     ):
         servers = ("--address", address, "--peer", f"other={other}/v1", "--methods", "full_recompute,blend")
-        few = ("--rates", "20,60", "--cases", 6, "--max-tokens", 3, "--json")
+        few = ("--rates", "20,60", "--cases", 6, "--max-tokens", 3, "--figure", tmp_path / "load.png", "--json")
         code, out, err = cacheblend("eval", "load", "musique", "--data", tmp_path, *servers, *few)
     assert code == 0, err
     steps = json.loads(out)["steps"]
@@ -138,6 +138,9 @@ def test_a_run_over_methods_and_a_peer(
         (label, rate) for label in ("full_recompute", "blend", "other") for rate in (20.0, 60.0)
     ]
     assert all(step["answered"] == step["requests"] == 3 for step in steps), steps
+    drawn = [line.split(",")[1:3] for line in (tmp_path / "load.csv").read_text().splitlines()[1:]]
+    assert drawn == [[step["target"], str(step["rate_rps"])] for step in steps]
+    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
     cached = {step["target"]: step["cached_share"] for step in steps}
     assert cached["full_recompute"] == 0
     assert cached["blend"] > 0.5
@@ -155,6 +158,7 @@ def test_usage_errors(tmp_path: Path, cacheblend: Run) -> None:
             (("musique", "--data", tmp_path, "--peer", f"a={address}", "--rates", "x"), "separated by commas"),
             (("musique", "--data", tmp_path, "--peer", f"a={address}", "--rates", "1,2"), "cases"),
             (("musique", "--data", tmp_path, "--peer", f"a={address}", "--rates", "0"), "above 0"),
+            (("musique", "--data", tmp_path, "--peer", f"a={address}", "--figure", "load.svg"), ".png"),
             (("trivia", "--data", tmp_path, "--peer", f"a={address}"), "one of musique"),
             (("musique", "--data", tmp_path, "--peer", "a=http://127.0.0.1:9"), "/v1/models"),
         ):
