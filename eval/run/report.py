@@ -356,6 +356,7 @@ def draw_times(png: Path, points: Sequence[tuple[str, str, float, float]]) -> No
     """
     with needs_extra("eval"):
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator
     panels = dict.fromkeys(point[0] for point in points)
     figure = Figure(figsize=(5.5 * len(panels) + 1, 4.0), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
@@ -364,6 +365,11 @@ def draw_times(png: Path, points: Sequence[tuple[str, str, float, float]]) -> No
             x, seconds = zip(*sorted(point[2:] for point in points if point[:2] == (panel, method)), strict=True)
             axis.plot(x, seconds, marker=".", label=method)
         axis.set(xlabel=panel, ylabel="TTFT, median (s)", xscale="log", yscale="log")
+        places = sorted({point[2] for point in points if point[0] == panel})
+        axis.set_xticks(places, [f"{place:g}" for place in places])
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[-1].legend(loc="upper left", bbox_to_anchor=(1, 1))
     png.parent.mkdir(parents=True, exist_ok=True)
