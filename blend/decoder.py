@@ -148,8 +148,8 @@ class Decoder:
         exit_tree = copy.deepcopy(tree, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
         self._entrance, self._entrances = tree, (tree.get_submodule(owner), name)
         with torch.no_grad():
-            as_tuple = self._examine(plain)
-        exit_tree.get_submodule(owner)._modules[name] = nn.ModuleList([_Exit(plain[-1], as_tuple=as_tuple)])
+            self._examine(plain)
+        exit_tree.get_submodule(owner)._modules[name] = nn.ModuleList([_Exit(plain[-1], as_tuple=self._gives_tuples)])
         layers = [with_modules(layer, mlp=RowPieces(layer.mlp)) if hasattr(layer, "mlp") else layer for layer in plain]
         if is_worth_packing(model):
             layers = list(map(packed, layers))
@@ -167,8 +167,8 @@ class Decoder:
         self.layer_parameters = sum(parameter.numel() for parameter in plain[-1].parameters())
         self._decode_kernels = [self._decode_kernel(layer, anatomy) for layer, anatomy in enumerate(self.anatomy)]
 
-    def _examine(self, plain: list[Any]) -> bool:
-        """Set `anatomy` and all that follows from it; returns whether layers return tuples."""
+    def _examine(self, plain: list[Any]) -> None:
+        """Set `anatomy` and all that follows from it."""
         positions_S = torch.tensor(PROBED, device=self.device)
         every = list(plain)
         self._stand_in([_Entrance(layer, index, is_last=layer is every[-1]) for index, layer in enumerate(every)])
@@ -194,13 +194,12 @@ class Decoder:
             (id(call.tables), call.form.read(call.tables, len(PROBED), self.device)) for call in calls
         ]
 
-        def run(layer: int, cos_sin: CosSin, probe: Any) -> Any:
+        def run(layer: int, cos_sin: CosSin, probe: Any) -> None:
             with suppress(Attended), _refusing():
-                return self._run(plain[layer], layer, state_1SM, positions_S, cos_sin, probe)
-            return None
+                self._step(plain[layer], layer, state_1SM, positions_S, cos_sin, probe)
 
         self.anatomy = examine(run, tables)
-        as_tuple = isinstance(run(0, tables[0][1], Probe({}, stops=False)), tuple)
+        run(0, tables[0][1], Probe({}, stops=False))  # the first that goes on to a layer's end
         self.layer_types: list[Hashable] = [anatomy.kind for anatomy in self.anatomy]
         self._first_of_table = {table: layer for layer, (table, _) in reversed(list(enumerate(tables)))}
         self._table_of_layer = [table for table, _ in tables]
@@ -223,7 +222,6 @@ class Decoder:
         of_layers = heads if len(set(heads)) > 1 else ()
         shared = tuple(anatomy.source for anatomy in self.anatomy[len(keeping) :])
         self.geometry = KVGeometry(len(keeping), *heads[0], self.dtype, self.device, heads_of_layers=of_layers, shared=shared)
-        return as_tuple
 
     def _stand_in(self, entrances: list[_Entrance]) -> None:
         owner, name = self._entrances
@@ -307,7 +305,7 @@ class Decoder:
         cos_1SX, sin_1SX = self._calls[layer].identity(rows, self.dtype, self.device)
         projection, positions_S = Projection(), torch.zeros(rows, dtype=torch.long, device=self.device)
         with suppress(Attended):
-            self._run(self.layers[layer], layer, hidden_1SM, positions_S, (cos_1SX, sin_1SX), projection)
+            self._step(self.layers[layer], layer, hidden_1SM, positions_S, (cos_1SX, sin_1SX), projection)
         return self.anatomy[layer].pack(*projection.cached)
 
     def run_rows(
@@ -435,28 +433,18 @@ class Decoder:
         layer_pass: LayerPass,
     ) -> torch.Tensor:
         """Run a layer on rows; returns their state after it."""
-        output = self._run(block, layer, state_1SM, positions_S, cos_sin, layer_pass)
-        hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
-        if self._parallel > 1:
-            hidden = hidden.permute(1, 2, 0, 3).flatten(2)
-        return torch.cat([hidden, state_1SM[..., self._hidden_size :]], dim=-1) if self._has_extra else hidden
-
-    def _run(
-        self,
-        block: nn.Module,
-        layer: int,
-        state_1SM: torch.Tensor,
-        positions_S: torch.Tensor,
-        cos_sin: CosSin,
-        layer_pass: LayerPass,
-    ) -> Any:
         extra = self._extra(state_1SM, layer)
         args, kwargs = self._calls[layer].filled(self._hidden(state_1SM), positions_S, cos_sin, layer_pass, extra)
         _THREAD.layer_pass, layer_pass.positions_S = layer_pass, positions_S
         try:
-            return block(*args, **kwargs)
+            output = block(*args, **kwargs)
         finally:
             del _THREAD.layer_pass  # and with it the layer's KV
+        self._gives_tuples = isinstance(output, tuple)  # as all layers do
+        hidden: torch.Tensor = output[0] if self._gives_tuples else output
+        if self._parallel > 1:
+            hidden = hidden.permute(1, 2, 0, 3).flatten(2)
+        return torch.cat([hidden, state_1SM[..., self._hidden_size :]], dim=-1) if self._has_extra else hidden
 
 
 @contextmanager
