@@ -210,7 +210,8 @@ class ChunkPlace:
 class ScoredChunk:
     """A chunk found for a question.
 
-    The score is the cosine similarity of question and chunk, however the chunk was found; best is 1.
+    The score is the cosine similarity of question and chunk, however the chunk was found; best is 1. With an earlier question
+    it is the better one of both ways to ask.
     """
 
     chunk: Chunk

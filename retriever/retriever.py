@@ -33,6 +33,7 @@ _CODE = re.compile(r"\A(?!(?:1\d|20)\d\d$).*\d")  # a word with digits that is n
 BATCH_CHUNKS = 128  # embedded and added together: enough that chunks of like length are neighbours
 CANDIDATES = 50  # of each ranking that is fused
 FIRST_ROUND_SHARE = 2 / 3  # of the chunks that the first round of two decides
+EARLIER_CHARACTERS = 1000  # of the question before
 MAX_PLACES = 100_000  # that are remembered, each of a chunk
 # Of a title, and of headings, in front of each chunk: a quarter of a chunk's tokens, but so many at least and at most.
 TITLE_TOKENS = (8, 64)
@@ -186,9 +187,12 @@ class Retriever(IndexedDocuments):
             index = self._index.current()
             return 0 if index is None else len(index)
 
-    def search(self, question: str, num_chunks: int, filter: Mapping[str, Any] | None = None) -> list[ScoredChunk]:
+    def search(
+        self, question: str, num_chunks: int, filter: Mapping[str, Any] | None = None, earlier_question: str = ""
+    ) -> list[ScoredChunk]:
         """The `num_chunks` best chunks for a question, or as many as there are, best first; see `RetrieverConfig`.
 
+        A question that follows up on an earlier one is searched for by itself and together with that, and the ranks are fused.
         `min_score` drops chunks below it, perhaps all. With a filter, see `MetadataFilter.of`, only chunks of documents whose
         metadata meet it are found, perhaps none.
 
@@ -204,16 +208,18 @@ class Retriever(IndexedDocuments):
         meets = MetadataFilter.of(filter or {})
         with self._lock, self._catalog.snapshot():
             self._searchable()
-        vector_D = self._embed([question])[0]
+        earlier_question = earlier_question[:EARLIER_CHARACTERS].strip()
+        texts = [question, f"{question}\n{earlier_question}"] if earlier_question else [question]
+        vectors = [self._embed([text])[0] for text in texts]  # one by one: a question does not wait for a batch of others
         with self._lock, self._catalog.snapshot():
             index = self._searchable()  # again: others may have deleted chunks meanwhile
-            if index.dimensions != len(vector_D):
+            if index.dimensions != len(vectors[0]):
                 raise RetrieverError(
-                    f"the embedder gives vectors of {len(vector_D)} dimensions, the index has {index.dimensions}; "
+                    f"the embedder gives vectors of {len(vectors[0])} dimensions, the index has {index.dimensions}; "
                     "use the embedder it was built with, or another directory"
                 )
             among = None if meets is None else self._catalog.chunk_ids(meets)
-            found = self._find(index, question, vector_D, num_chunks, among)
+            found = self._find(index, texts, vectors, num_chunks, among)
         placed = [replace(one, place=self._place(one.chunk), score=1 - one.distance / 2) for one in found]
         least = self.config.min_score
         return placed if least is None else [one for one in placed if one.score >= least]
@@ -258,25 +264,30 @@ class Retriever(IndexedDocuments):
         return vectors_ND
 
     def _find(
-        self, index: VectorIndex, question: str, vector_D: NDArray[np.float32], num_chunks: int, among: Sequence[int] | None
+        self,
+        index: VectorIndex,
+        texts: Sequence[str],
+        vectors: Sequence[NDArray[np.float32]],
+        num_chunks: int,
+        among: Sequence[int] | None,
     ) -> list[ScoredChunk]:
-        """The best chunks, of those of the index ids `among` or of all."""
+        """The best chunks for texts, the question first, of those of the index ids `among` or of all."""
         size = len(index) if among is None else len(among)
-        count, words = min(num_chunks, size), self._index.words
+        count, words, question = min(num_chunks, size), self._index.words, texts[0]
         if not count:
             return []
         # 1. Rank by meaning and by words, each list longer than what is wanted, and fuse the ranks.
         candidates = min(max(CANDIDATES, num_chunks), size)
         # Numbers and codes name a row among rows that have everything else in common with it.
         codes = " ".join(word for word in WORD.findall(question) if _CODE.match(word))
-        by_words = (words.search(text, candidates, among) for text in (question, codes))
-        best = fuse_rankings([index.search(vector_D, candidates, among), *by_words])
+        by_words = (words.search(text, candidates, among) for text in (*texts, codes))
+        best = fuse_rankings([*(index.search(vector_D, candidates, among) for vector_D in vectors), *by_words])
         # 2. The names in the best document's chunks lead to those that a question over two documents does not name.
         if self.config.search_rounds == 2 and 1 < count < len(best):
             first = best[: max(1, round(FIRST_ROUND_SHARE * count))]
             chunks = [self._catalog.chunk(id_) for id_ in first]
-            texts = [chunk.text for chunk in chunks if chunk.document_id == chunks[0].document_id]
-            if names := [word for word in WORD.findall(" ".join([chunks[0].title, *texts])) if word[0].isupper()]:
+            said = [chunk.text for chunk in chunks if chunk.document_id == chunks[0].document_id]
+            if names := [word for word in WORD.findall(" ".join([chunks[0].title, *said])) if word[0].isupper()]:
                 second = words.search(" ".join([question, *names]), count + len(first), among)
                 best = [*first, *[id_ for id_ in second if id_ not in first][: count - len(first)], *best[len(first) :]]
         # 3. The chunks themselves, of equal ones the best, and how near they are.
@@ -286,7 +297,8 @@ class Retriever(IndexedDocuments):
                 chunk = self._catalog.chunk(id_)
                 text = chunk.text.removeprefix(chunk.title).strip()
                 metadata = self._catalog.metadata(chunk.document_id)
-                found.setdefault(text, ScoredChunk(chunk, index.distance(id_, vector_D), metadata=metadata))
+                distance = min(index.distance(id_, vector_D) for vector_D in vectors)
+                found.setdefault(text, ScoredChunk(chunk, distance, metadata=metadata))
         return list(found.values())
 
     def _searchable(self) -> VectorIndex:

@@ -272,6 +272,7 @@ DEPENDS_ON = (
     "chunk_tokens",
     "ratio",
     "best_last",
+    "after_another",
     "context_filler",
 )
 
@@ -287,6 +288,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-chunks", type=int, default=6)
     parser.add_argument("--way", action="append", choices=WAYS, help="one to measure, may be repeated; left out, all")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="whose tokens chunks have, and which answers")
+    parser.add_argument("--after-another", action="store_true", help="each question comes after the one of the next case")
     parser.add_argument("--answers", action="store_true", help="have the model answer from what was found")
     parser.add_argument(
         "--prompt", default="auto", choices=["auto", "few-shot"], help="auto: a chat where the model has a template"
@@ -316,6 +318,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name: getattr(options, name) for name in DEPENDS_ON
     }
     rows = Rows(options.out, setup)
+    questions = [case.example.question for case in cases]
+    before = dict(zip(questions, (*questions[1:], questions[0]), strict=True)) if options.after_another else {}
     print(f"{len(ids)} passages, {len(corpus)} documents, {len(cases)} questions", file=sys.stderr)
 
     # 2. Each way to search; texts are embedded and KV is computed once.
@@ -328,7 +332,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if missing:
                 with opened(options, way, Path(folder), fusor, corpus) as (retriever, answerer):
                     for place, case in enumerate(missing, start=1):
-                        found = retriever.search(case.example.question, options.num_chunks)
+                        question = case.example.question
+                        found = retriever.search(question, options.num_chunks, earlier_question=before.get(question, ""))
                         answers = answerer.marks(case.example, found) if answerer else {}
                         rows.append({"way": way, "id": case.example.id, **case.marks(found), "answers": answers})
                         print(f"{way}: {place} of {len(missing)} questions", end="\r", file=sys.stderr)

@@ -349,7 +349,8 @@ class Engine:
     def _retrieve(self, question: str, asked: RequestOptions, check: Check) -> list[ScoredChunk]:
         if asked.documents is None:
             with checked_between_batches(check):
-                return in_reading_order(self.retriever.search(question, asked.num_chunks, asked.filter))
+                found = self.retriever.search(question, asked.num_chunks, asked.filter, asked.earlier_question)
+            return in_reading_order(found)
         if not asked.documents:
             raise InputError("documents is empty; give at least one, or leave it out to search the ingested ones")
         positions, chunks = self.fusor.max_positions, list[ScoredChunk]()

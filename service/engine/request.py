@@ -57,6 +57,7 @@ class RequestOptions(Sampling):
             to the config, unless there is a ratio.
         max_tokens: upper bound on the generated tokens; None for the config's, or else as many as fit after the prompt.
         stop: strings that end the answer.
+        earlier_question: the user's before this one, which a search considers too.
         layout: what stands around the chunks; None puts the config's instruction before and the question after them. With a
             layout, `num_chunks=0` retrieves nothing.
         passages: those in the texts of `layout`, see `Engine.find_passages`; their stored KV is reused where it is worth it.
@@ -74,6 +75,7 @@ class RequestOptions(Sampling):
     max_loss_nats: float | None = None
     max_tokens: int | None = None
     stop: Sequence[str] = ()
+    earlier_question: str = ""
     layout: PromptTokens | None = None
     passages: Sequence[FoundPassage] = ()
     thoughts: Thoughts | None = None

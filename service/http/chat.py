@@ -21,7 +21,7 @@ from cacheblend.base.threads import Check
 from cacheblend.service.engine.decoding import Piece, Sampling
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.grammar import GrammarCompiler
-from cacheblend.service.engine.prompt import PromptRenderer, question_place
+from cacheblend.service.engine.prompt import PromptRenderer
 from cacheblend.service.engine.reasoning import Thoughts
 from cacheblend.service.engine.request import Done, Event, Failed
 from cacheblend.service.engine.request import Request as PromptRequest
@@ -94,7 +94,8 @@ def _check_tools(body: ChatBody, prompts: PromptRenderer) -> None:
 
 def template_kwargs(body: ChatBody, defaults: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """The chat template's variables for a chat: what it asks for, before what its effort says, before the defaults."""
-    effort, asked = body.reasoning_effort, dict(body.chat_template_kwargs or {})
+    thinks = (body.thinking or {}).get("type") != "disabled"
+    effort, asked = body.reasoning_effort if thinks else "none", dict(body.chat_template_kwargs or {})
     of_effort = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     if body.enable_thinking is not None:
         asked.setdefault("enable_thinking", body.enable_thinking)
@@ -102,7 +103,7 @@ def template_kwargs(body: ChatBody, defaults: Mapping[str, Any], known: Collecti
 
 
 def lay_out_chat(engine: Engine, body: ChatBody, defaults: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Question, layout, thoughts, and numbers of chunks and tokens of a chat, as options of `Engine.prepare`."""
+    """Questions, layout, thoughts, and numbers of chunks and tokens of a chat, as options of `Engine.prepare`."""
     if body.documents is not None and body.num_chunks:
         raise refused("num_chunks", "leave it out beside documents, which are all used", code=None)
     messages = [message.message() for message in body.messages]
@@ -114,8 +115,10 @@ def lay_out_chat(engine: Engine, body: ChatBody, defaults: Mapping[str, Any]) ->
     prompts, with_chunks = engine.prompts, num_chunks > 0 or body.brought is not None
     variables = template_kwargs(body, defaults, prompts.template.variables)
     layout = prompts.chat(messages, with_chunks=with_chunks, tools=tools, template_kwargs=variables)
+    *earlier, question = (message.content for message in messages if message.role == "user")
     yield {
-        "question": messages[question_place(messages)].content,
+        "question": question,
+        "earlier_question": earlier[-1] if earlier else "",
         "layout": layout,
         "passages": () if with_chunks else passages,
         "thoughts": prompts.thoughts(layout),

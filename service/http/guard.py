@@ -153,8 +153,9 @@ async def answer_error(request: Request, error: Exception) -> Response:
     elif isinstance(error, HTTPException):
         path = request.scope["path"]
         message = f"{request.method[:MAX_SHOWN]} {shortened(path)}: {error.detail}"
-        if error.status_code == 404 and not path.startswith("/v1/"):
-            message += "; the API's paths begin with /v1, as in http://127.0.0.1:8000/v1/chat/completions"
+        if error.status_code == 404 and (not path.startswith("/v1/") or path.startswith("/v1/v1/")):
+            base, added = ("", "/v1/messages") if path.endswith("/messages") else ("/v1", "/chat/completions")
+            message += f"; the client's base URL is http://127.0.0.1:8000{base}, to which it adds paths such as {added}"
         headers, error = error.headers, ApiError(error.status_code, message)
     response = error_response(error)
     response.headers.update(headers or {})

@@ -13,7 +13,7 @@ from cacheblend.service.engine.request import Done
 
 from .chat import ANSWERS, Generation, answer_chat, server_event
 from .guard import JsonRoute
-from .schemas import OF_CLIENTS, ChatBody, Content, MessageBody, StopStrings, TokenCount
+from .schemas import OF_CLIENTS, ChatBody, Content, MessageBody, StopStrings, TokenLimit
 
 REASONS = {"stop": "end_turn", "length": "max_tokens"}
 FIELDS = {"thinking": "reasoning_content", "text": "content"}  # of OpenAI's messages, by the kind of block
@@ -21,23 +21,19 @@ router = APIRouter(route_class=JsonRoute)
 
 
 class MessagesBody(ChatBody):
-    """`POST /v1/messages`; beside Anthropic's fields it has a chat's. Of `thinking` only "disabled" has an effect."""
+    """`POST /v1/messages`; beside Anthropic's fields it has a chat's."""
 
-    ignored = frozenset(f"{OF_CLIENTS} cache_control context_management".split())
-    max_tokens: TokenCount
+    ignored = frozenset(f"{OF_CLIENTS} tool_choice".split())  # which says nothing without tools
+    max_tokens: TokenLimit
     system: Content | None = None
     stop: Annotated[StopStrings | None, Field(alias="stop_sequences")] = None
-    thinking: dict[str, Any] | None = None
     tools: None = None
-    tool_choice: None = None
     n: Literal[1] | None = 1
 
     @model_validator(mode="after")
     def _read_as_chat(self) -> MessagesBody:
         if self.system:
             self.messages.insert(0, MessageBody(role="system", content=self.system))
-        if self.thinking == {"type": "disabled"}:
-            self.reasoning_effort = "none"
         return self
 
 

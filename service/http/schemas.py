@@ -148,6 +148,11 @@ Biases = Annotated[dict[str, Bias], BeforeValidator(_limit_biases)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenCount = Annotated[int, Field(ge=1)]
+# As llama.cpp and LM Studio have it, -1 is no limit of the request's own.
+TokenLimit = Annotated[
+    TokenCount | None,
+    BeforeValidator(lambda given: None if given == -1 else given, json_schema_input_type=TokenCount | Literal[-1] | None),
+]
 # Fields that are a text or a list are a list to us.
 Texts = Text | list[Text]
 ListOfTexts = BeforeValidator(_as_list, json_schema_input_type=Texts)
@@ -174,12 +179,14 @@ def _say_null(schema: dict[str, Any]) -> None:
 
 
 class StrictModel(BaseModel):
-    """Null is as if the field were left out. A field that is not known is refused, for it has no effect; `ignored` ones, which
-    clients send, may hold anything. With `ignores_unknown` the log has one line for each that is not known.
+    """Null is as if the field were left out, and so are `neutral` values. A field that is not known is refused, for it has no
+    effect; `ignored` ones, which clients send, may hold anything, and with `ignores_unknown` those that are not known too: the
+    log has one line for each. A number without a fraction is a whole one, as 4.0.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=_say_null)
     ignored: ClassVar[frozenset[str]] = frozenset()
+    neutral: ClassVar[Mapping[str, Any]] = {}
     ignores_unknown: ClassVar[bool] = False
     noted: ClassVar[set[str]] = set()  # of all models, and at most `MAX_FIELDS`: names come from clients
 
@@ -190,15 +197,15 @@ class StrictModel(BaseModel):
             return given
         if len(given) > MAX_FIELDS:
             raise ValueError(f"has {len(given)} fields, more than {MAX_FIELDS}")
-        kept = {name: value for name, value in given.items() if name not in cls.ignored and value is not None}
-        if not cls.ignores_unknown:
-            return kept
-        for name in kept.keys() - cls.model_fields.keys():
-            del kept[name]
-            field = f"{cls.__name__.removesuffix('Body')}.{name[:40]}"
-            if field not in cls.noted and len(cls.noted) < MAX_FIELDS:
-                cls.noted.add(field)
-                logger.info("ignored from now on, as it changes nothing here: the field %s", ascii(field))
+        kept = dict[str, Any]()
+        for name, value in given.items():
+            if name in cls.ignored or (cls.ignores_unknown and name not in cls.model_fields):
+                field = f"{cls.__name__.removesuffix('Body')}.{name[:40]}"
+                if field not in cls.noted and len(cls.noted) < MAX_FIELDS:
+                    cls.noted.add(field)
+                    logger.info("ignored from now on, as it changes nothing here: the field %s", ascii(field))
+            elif value is not None and value != cls.neutral.get(name):
+                kept[name] = int(value) if isinstance(value, float) and value.is_integer() else value
         return kept
 
 
@@ -363,23 +370,41 @@ class ResponseFormat(StrictModel):
         return self
 
 
-# docs/service.md lists them.
-OF_CLIENTS = "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention verbosity prediction"
+# Of OpenAI's, Anthropic's and other services' requests: who asks, and what is stored, cached, routed or preferred.
+OF_CLIENTS = (
+    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention verbosity "
+    "prediction cache_control context_management drop_params request_id priority provider ttl keep_alive cache_prompt"
+)
 # Open WebUI's page adds them to OpenAI's fields, and its server acts on them itself; docs/clients.md lists them.
 OF_OPEN_WEBUI = (
     "chat_id session_id id message_id parent_id parent_message user_message features variables background_tasks model_item "
     "filter_ids tool_ids tool_servers skill_ids"
 )
+# OpenAI's, vLLM's and llama.cpp's that are not supported, by the value that asks for nothing.
+NEUTRAL: dict[str, Any] = {
+    name: value
+    for value, names in (
+        ([], "functions tools mcp_servers stop_token_ids"),
+        (["text"], "modalities"),
+        ("", "suffix"),
+        (False, "echo ignore_eos use_beam_search include_stop_str_in_output continue_final_message"),
+        (True, "skip_special_tokens spaces_between_special_tokens add_generation_prompt include_reasoning"),
+        (1, "best_of repeat_penalty length_penalty typical_p"),
+        (0, "min_tokens mirostat"),
+    )
+    for name in names.split()
+}
 
 
 class GenerationBody(StrictModel):
-    """Fields of chat and text completions; OpenAI's that are not supported are accepted with their neutral value only."""
+    """Fields of chat and text completions."""
 
     ignored = frozenset(OF_CLIENTS.split())
+    neutral = NEUTRAL
     model: str | None = None  # the one there is
     stream: bool = False
     stream_options: StreamOptions | None = None
-    max_tokens: TokenCount | None = None
+    max_tokens: TokenLimit = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = 0.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # of sampling, as in vLLM; 0 and -1 are all tokens
@@ -433,17 +458,16 @@ class ChatBody(GenerationBody):
 
     ignored = frozenset(f"{OF_CLIENTS} {OF_OPEN_WEBUI}".split())
     messages: Annotated[list[MessageBody], Field(min_length=1, max_length=1000, fail_fast=True)]
-    max_completion_tokens: TokenCount | None = None
+    max_completion_tokens: TokenLimit = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=20), AfterValidator(_beside_logprobs)] | None = None
-    modalities: list[Literal["text"]] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None  # without one "auto"
-    functions: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: Literal["none", "auto"] | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     enable_thinking: bool | None = None  # one of those, as some services have it
     reasoning_effort: Name | None = None  # has an effect where the template knows it
+    thinking: dict[str, Any] | None = None  # of type "disabled" it is an effort of "none"
 
     @property
     def called_tools(self) -> list[ToolBody]:
@@ -470,12 +494,10 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
+    ignored = frozenset(f"{OF_CLIENTS} reasoning_effort".split())
     prompt: Prompts
-    max_tokens: TokenCount = 16  # OpenAI's, and vLLM's
-    echo: Literal[False] | None = False
-    best_of: Literal[1] | None = 1
+    max_tokens: TokenLimit = 16  # OpenAI's, and vLLM's
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    suffix: None = None
 
     @property
     def returned_logprobs(self) -> int | None:

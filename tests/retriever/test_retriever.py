@@ -33,6 +33,22 @@ def found(retriever: Retriever, question: str, num_chunks: int = 3) -> list[tupl
     return [(hit.chunk.document_id, hit.chunk.position) for hit in retriever.search(question, num_chunks)]
 
 
+@pytest.mark.parametrize(
+    ("earlier", "question", "found"),
+    [
+        ("What does the dog do at the river?", "Is that so?", "dogs"),
+        ("What does the cat do on the roof?", "Is that so?", "cats"),
+        ("What does the dog do at the river?", "And birds in autumn?", "birds"),
+        ("What does the cat do on the roof?".ljust(1000) + "dog river " * 9, "Is that so?", "cats"),  # it is cut
+    ],
+)
+def test_a_question_that_follows_up(earlier: str, question: str, found: str) -> None:
+    """It is searched for together with the one before, and by itself, so that a new subject is found too."""
+    with open_retriever() as retriever:
+        retriever.add([CATS, DOGS, BIRDS])
+        assert retriever.search(question, 1, earlier_question=earlier)[0].chunk.document_id == found
+
+
 def test_distances_of_what_is_found() -> None:
     """Each chunk found has its squared L2 distance from the question, as brute force has it; the nearest comes first."""
     with open_retriever() as retriever:

@@ -87,7 +87,7 @@ def test_stop_sequences(client: httpx.Client) -> None:
             "messages.0.content.0.type: this service",
         ),
         ({"stop_sequences": [[]]}, "stop_sequences.0: must be a valid string"),
-        ({"mcp_servers": []}, "mcp_servers: is no field of this request"),
+        ({"mcp_servers": [{}]}, "mcp_servers: is no field of this request"),
         ({"n": 2}, "n: must be 1"),
     ],
 )

@@ -78,6 +78,23 @@ def test_turns(engine: Engine, openai_client: openai.OpenAI) -> None:
     assert prompt_tokens([*earlier, *MESSAGES]) > plain
 
 
+def test_a_chat_that_follows_up(openai_client: openai.OpenAI) -> None:
+    """A question that says nothing by itself finds what the one before asked for, and earlier ones do not matter."""
+
+    def found(*questions: str) -> str:
+        turns = [
+            turn for text in questions for turn in ({"role": "user", "content": text}, {"role": "assistant", "content": "Yes"})
+        ]
+        extra = {"num_chunks": 1, "return_chunks": True}
+        chat = openai_client.chat.completions.create(model=MODEL, messages=turns[:-1], max_tokens=1, extra_body=extra)
+        return str(chat.cacheblend["chunks"][0]["document_id"])
+
+    about = {name: f"What does the {name} statement do?" for name in ("while", "class")}
+    for name, other in (("while", "class"), ("class", "while")):
+        assert found(about[other], about[name], "Go on.") == name
+        assert found(about[other], about[name]) == found(about[name]) == name
+
+
 def test_num_chunks_and_top_k(openai_client: openai.OpenAI, engine: Engine) -> None:
     """`num_chunks` retrieves, as many as there are; `top_k` is sampling's, as vLLM's clients send it."""
     for document in DOCUMENTS[2:]:  # what is left fits into one prompt
@@ -92,29 +109,62 @@ def test_num_chunks_and_top_k(openai_client: openai.OpenAI, engine: Engine) -> N
         assert top_k != 1 or sampled.choices[0].message.content == greedy.choices[0].message.content
 
 
+CHATS, TEXTS, ANTHROPIC, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/embeddings"
+# What clients and gateways send that changes no answer: of every kind of answer, and of each.
 NEUTRAL: dict[str, object] = {
-    "parallel_tool_calls": True,
-    "modalities": ["text"],
-    "tools": [],
-    "tool_choice": "none",
-    "functions": [],
-    "function_call": "none",
-    "logprobs": False,
-    "response_format": {"type": "text"},
-    "n": 1,
+    **{"service_tier": "auto", "verbosity": "low", "reasoning_effort": "low", "parallel_tool_calls": True, "drop_params": True},
+    **{"n": 1.0, "seed": 7.0, "top_k": 40.0, "logit_bias": {}, "tools": [], "stop_token_ids": [], "cache_control": {}},
+    **{"min_tokens": 0, "ignore_eos": False, "skip_special_tokens": True, "repeat_penalty": 1.0, "include_reasoning": True},
+    **{"response_format": {"type": "text"}, "stream_options": {"include_usage": True}, "not_known": None},
+}
+OF_KIND: dict[str, dict[str, object]] = {
+    CHATS: {
+        **{"tool_choice": "none", "functions": [], "function_call": "none", "logprobs": False, "modalities": ["text"]},
+        **{"max_completion_tokens": 8.0, "thinking": {"type": "disabled"}, "continue_final_message": False},
+    },
+    TEXTS: {"echo": False, "best_of": 1, "suffix": ""},
+    ANTHROPIC: {
+        **{"tool_choice": {"type": "auto"}, "mcp_servers": [], "thinking": {"type": "enabled", "budget_tokens": 1024}},
+        **{"context_management": {"edits": []}, "stop_sequences": []},
+    },
+    EMBEDDINGS: {"dimensions": 64.0, "drop_params": True, "truncate": "END", "input_type": "query", "user": "ada"},
 }
 
 
-def test_fields_that_change_nothing(client: httpx.Client, openai_client: openai.OpenAI) -> None:
-    """Harmless fields that clients and gateways send change no answer, whatever they hold."""
+@pytest.mark.parametrize("path", [*OF_KIND])
+def test_fields_that_change_nothing(client: httpx.Client, path: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Harmless fields that clients and gateways send change no answer, and each has at most one line in the log."""
+    body: dict[str, Any] = {"model": MODEL, "max_tokens": 8, "messages": MESSAGES}
+    body = {TEXTS: {**body, "prompt": QUESTION}, EMBEDDINGS: {"input": QUESTION}}.get(path, body)
+    if path == TEXTS:
+        del body["messages"]
     ignored = {field: {"any": ["value"]} for field in OF_CLIENTS.split()}
-    plain = ask(openai_client, max_tokens=8)
-    chat = ask(openai_client, max_tokens=8, extra_body={**ignored, **NEUTRAL, "functions": None})
-    assert chat.choices[0].message.content == plain.choices[0].message.content
-    for field, value in {**ignored, **NEUTRAL}.items():
-        for given in (value, None):
-            response = client.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1, field: given})
-            assert response.status_code == 200, (field, given, response.text)
+    with_all = {**body, **ignored, **({} if path == EMBEDDINGS else NEUTRAL), **OF_KIND[path]}
+    answers = []
+    with caplog.at_level("INFO", "cacheblend"):
+        for asked in (body, with_all, {name: value for name, value in with_all.items() if value != ignored["user"]}):
+            response = client.post(path, json=asked)
+            assert response.status_code == 200, response.text
+            answers.append(next(response.json()[name] for name in ("choices", "content", "data") if name in response.json()))
+    assert answers == answers[:1] * 3
+    lines = [record.getMessage() for record in caplog.records if "changes nothing" in record.getMessage()]
+    assert len(lines) == len({*lines})
+
+
+@pytest.mark.parametrize("path", [CHATS, TEXTS, ANTHROPIC])
+def test_limits_of_tokens(client: httpx.Client, path: str) -> None:
+    """A limit of -1 is the service's own, here 6, else as many as fit; 4.0 is 4; what is neither whole nor -1 is refused."""
+    body: dict[str, Any] = {"prompt": QUESTION} if path == TEXTS else {"messages": MESSAGES, "num_chunks": 0}
+
+    def tokens(limit: object) -> int:
+        response = client.post(path, json={**body, "max_tokens": limit, "logit_bias": {"1": -100}})
+        assert response.status_code == (200 if limit in (4, -1) else 400), response.text
+        if response.status_code == 400:
+            assert response.json()["error"]["message"].startswith("max_tokens: must be")
+        usage = response.json().get("usage", {})
+        return int(usage.get("completion_tokens", usage.get("output_tokens", 0)))
+
+    assert [tokens(limit) for limit in (4, 4.0, -1, -1.0, 4.5, 0, -2)] == [4, 4, 6, 6, 0, 0, 0]
 
 
 def test_many_stop_strings(openai_client: openai.OpenAI) -> None:
@@ -202,6 +252,3 @@ def test_embeddings(engine: Engine, openai_client: openai.OpenAI) -> None:
         assert [one.index for one in answer.data] == [0, 1, 2]
         np.testing.assert_allclose(np.array([one.embedding for one in answer.data]), expected, rtol=1e-6)
         assert answer.usage.prompt_tokens > len(texts)
-    unknown = {"drop_params": True, "truncate": True, "input_type": "query", "dimensions": None}
-    one = openai_client.embeddings.create(model=name, input=QUESTION, extra_body=unknown)
-    np.testing.assert_allclose(one.data[0].embedding, expected[0], rtol=1e-6)

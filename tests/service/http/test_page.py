@@ -196,6 +196,38 @@ def test_errors_are_told(page: Any, open_engine: OpenEngine) -> None:
 
 
 @ONCE
+def test_connections_that_break(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
+    """A question whose connection breaks is asked twice; the second time, and for a file, the page says what to do."""
+    (tmp_path / "notes.txt").write_text("The lamp is green.")
+    lost: list[str] = []
+
+    def lose(route: Any) -> None:
+        lost.append(route.request.url)
+        route.abort("connectionreset")
+
+    with serving(open_engine()) as (_, address):
+        open_page(page, address)
+        page.route("**/v1/chat/completions", lose, times=1)
+        ask(page, QUESTION, 0, 4)
+        page.keyboard.press("Enter")
+        page.locator("#summary:not(:empty)").wait_for()
+        assert (len(lost), page.get_by_role("alert").count()) == (1, 0)
+        page.route("**/v1/chat/completions", lose)
+        page.route("**/v1/documents", lose)
+        for runs, said in ((True, "broke off, though the service runs"), (False, "cannot be reached: it has stopped")):
+            if not runs:
+                page.route("**/healthz", lose)
+            ask(page, QUESTION, 0, 4)
+            page.keyboard.press("Enter")
+            page.get_by_role("alert").filter(has_text=said).wait_for()
+            assert page.get_by_role("textbox", name="Question").input_value() == QUESTION
+            page.get_by_label("Add files").set_input_files([tmp_path / "notes.txt"])
+            said = "notes.txt: the upload was cut off" if runs else f"notes.txt: the service {said}"
+            page.get_by_text(said).wait_for()
+        page.expected_faults = len(lost)  # the browser's own lines
+
+
+@ONCE
 def test_sentences_lead_to_their_chunks(page: Any, address: str) -> None:
     """A sentence has the number of the chunk that holds all of it, or has its figures and shares most words with it; it leads
     there. Figures that no such chunk has are marked.

@@ -33,7 +33,7 @@ TEXT: dict[str, Any] = {"model": MODEL, "prompt": QUESTION}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
 # Fields of a kind, and what is wrong in each; JSON spells some values that Python's parser takes all the same.
 WRONG: dict[str, list[object]] = {
-    "max_tokens num_chunks": ["9", 1.5, -1, True, [], {}, math.nan, math.inf],
+    "max_tokens num_chunks": ["9", 1.5, -2, True, [], {}, math.nan, math.inf],
     "temperature top_p recompute_ratio": ["0.5", -0.1, True, [], {}, math.nan, -math.inf, 1e308, 10**400],
     "model method cache_salt": [7, True, [], {}, math.nan, "\ud800"],
     "stream return_chunks": ["yes", 1, [], {}, math.nan],
@@ -70,9 +70,9 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"documents": [{"text": "x"}] * 1001}, "max_documents=1000"),
     ({"documents": [{"title": "x"}]}, "documents.0.text: is missing; give it"),
     ({"cache_salt": "x" * 999}, "cache_salt: must have at most 256 characters"),
-    ({"unknown": 1}, "unknown: is no field of this request; leave it out"),
+    ({"min_tokens": 5}, "min_tokens: is no field of this request; leave it out"),
     ({"top_logprobs": 2}, "top_logprobs: set logprobs to true with it"),
-    ({"modalities": ["text", "audio"]}, 'modalities.1: only ["text"] is supported; leave it out'),
+    ({"modalities": ["text", "audio"]}, 'modalities: only ["text"] is supported; leave it out'),
     ({"functions": [{"name": "f"}]}, "functions: are OpenAI's older form of tools; leave them out, and give tools"),
     ({"function_call": {"name": "f"}}, "function_call: must be 'none' or 'auto'"),
     ({"n": 17}, "n: must be less than or equal to 16"),
@@ -124,8 +124,8 @@ OTHER_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (TEXTS, {**TEXT, "prompt": [5, -1]}, "prompt.0.1: must be greater than or equal to 0"),
     (TEXTS, {**TEXT, "prompt": [5, True]}, "prompt.0.1: must be a valid integer"),
     (TEXTS, {**TEXT, "prompt": [[5], [999_999]]}, "prompt: 999999 is no token id of this model"),
-    (TEXTS, {**TEXT, "best_of": 2}, "best_of: must be 1"),
-    (TEXTS, {**TEXT, "suffix": "x"}, "suffix: is not supported; leave it out"),
+    (TEXTS, {**TEXT, "best_of": 2}, "best_of: is no field of this request; leave it out"),
+    (TEXTS, {**TEXT, "suffix": "x"}, "suffix: is no field of this request; leave it out"),
     (EMBEDDINGS, {"input": []}, "input: must have at least 1 item"),
     (EMBEDDINGS, {"input": ["x"] * 2049}, "input: must have at most 2048 items"),
     (EMBEDDINGS, {"input": ["x", " "]}, "input.1: is empty"),
@@ -303,7 +303,15 @@ def test_unknown_paths(client: httpx.Client) -> None:
         refused(response := client.get(path), 404)
         assert "location" not in response.headers
     refused(client.delete("/v1/models"), 405)
-    assert "/v1/chat/completions" in refused(client.post("/chat/completions", json=CHAT), 404)["message"]
+    base = "the client's base URL is http://127.0.0.1:8000"
+    for path, said in (
+        ("/chat/completions", f"{base}/v1, to"),
+        ("/v1/v1/chat/completions", f"{base}/v1, to"),
+        ("/v1/v1/messages", f"{base}, to"),
+        ("/messages", f"{base}, to"),
+    ):
+        assert said in refused(client.post(path, json=CHAT), 404)["message"]
+    assert base not in refused(client.post("/v1/responses", json=CHAT), 404)["message"]
     for path in ("/health", "/", "/v1/models"):
         assert (client.head(path).status_code, client.head(path).content) == (200, b"")
 

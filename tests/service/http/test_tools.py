@@ -34,6 +34,7 @@ WEATHER: dict[str, Any] = {
     "function": {
         "name": "weather",
         "description": "Tells the weather.",
+        "strict": True,
         "parameters": {
             "$defs": {"City": {"type": "string", "maxLength": 6}},
             "type": "object",
