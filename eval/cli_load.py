@@ -64,11 +64,14 @@ def load(
         )
         steps = asyncio.run(loading)
     if figure is not None:
-        from cacheblend.eval.run.report import draw_times
+        from cacheblend.eval.run.report import draw_lines
 
-        draw_times(
+        draw_lines(
             figure,
             [("requests a second", step["target"], step["rate_rps"], step["ttft_s_p50"]) for step in steps if step["answered"]],
+            y="TTFT, median (s)",
+            log_x=True,
+            log_y=True,
         )
     if as_json:
         terminal.print_json({"data_set": name, "cases": len(requests), "steps": steps})

@@ -24,7 +24,7 @@ from attack_tenants import served
 from cacheblend.blend import DEFAULT_RATIO
 from cacheblend.eval.data import find_file
 from cacheblend.eval.run.folder import commit
-from cacheblend.eval.run.report import draw_times
+from cacheblend.eval.run.report import Point, draw_lines
 from cacheblend.store.codecs import CODECS
 
 MODELS = ["qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"]
@@ -116,12 +116,12 @@ class Bench:
                 times = (f"{blend['blend_s']:.3g} s, {blend['speedup']:.1f} x" for blend in blends)
                 rows.append((model, f"{found['tokens']:,}", f"{found['full_s']:.3g} s", *times))
         by_length = {tokens: self.prefill(self.models[-1], "--chunk-tokens", tokens) for tokens in LENGTHS[: self.few(4, 1)]}
-        points: list[tuple[str, str, float, float]] = []
+        points: list[Point] = []
         for axis, measured in (("chunks of 512 tokens", by_number), ("tokens of each of 6 chunks", by_length)):
             for size, found in measured.items():
                 seconds = {"full prefill": found["full_s"]} | {TIMES[way]: found["blend"][way]["blend_s"] for way in TIMES}
                 points += [(axis, way, size, value) for way, value in seconds.items()]
-        draw_times(self.figures / "ttft_chunks.png", points)
+        draw_lines(self.figures / "ttft_chunks.png", points, y="TTFT, median (s)", log_x=True, log_y=True)
         made = table("model|prompt tokens|full prefill|" + "|".join(TIMES.values()), rows)
         return f"{made}\n\n![TTFT by number and length of chunks](figures/ttft_chunks.png)"
 

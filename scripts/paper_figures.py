@@ -17,13 +17,14 @@ with the last point of 2, and a run that was cut off goes on. Figures 14 and 15 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -64,10 +65,11 @@ BANDWIDTHS, DISK_RATIOS = (0.05, 0.2, 1.0, 5.0), {0.0: "full reuse", 0.14: "blen
 class Picture:
     """A figure: its points, and the names of its axes; panels whose y axes differ are named by their titles."""
 
-    points: list[Point]
+    points: Sequence[Point]
     x: str
     y: str = ""
     log_x: bool = False
+    log_y: bool = False
 
 
 Series = dict[tuple[str, str, float], list[float]]  # by panel, line and x: y of each case
@@ -92,16 +94,10 @@ class Measure:
 
     def chunks(self) -> Picture:
         """Figure 2."""
-        summaries = {number: self._answers(number) for number in NUMBERS}
-        return Picture(
-            [
-                (title, method, number, summary["methods"][method][metric])
-                for metric, title in QUALITY.items()
-                for method in METHODS
-                for number, summary in summaries.items()
-            ],
-            "passages in the prompt",
-        )
+        found = {number: self._answers(number)["methods"] for number in NUMBERS}
+        places = itertools.product(QUALITY.items(), METHODS, NUMBERS)
+        points = [(title, method, number, found[number][method][metric]) for (metric, title), method, number in places]
+        return Picture(points, "passages in the prompt")
 
     def times(self) -> Picture:
         """Figure 12."""
@@ -131,7 +127,7 @@ class Measure:
             points.append((title, DISK_RATIOS[row["ratio"]], row["gb_s"], row["ttft_s"]))
             if row["ratio"]:
                 points.append((title, "loading, by itself", row["gb_s"], row["load_s"]))
-        return Picture(points, "bandwidth of the disk (GB/s)", "TTFT, median (s)", log_x=True)
+        return Picture(points, "bandwidth of the disk (GB/s)", "TTFT, median (s)", log_x=True, log_y=True)
 
     def attention(self) -> Picture:
         """Figure 6."""
@@ -151,8 +147,13 @@ class Measure:
 
     def _config(self, cases: int, number: int) -> EvalConfig:
         more = ("prefix_cache", *WITH_RATIO) if number == PASSAGES else ()
-        names = {"methods": (*METHODS, *more), "ratios": RATIOS if more else RATIOS[:1]}
-        return EvalConfig(source=self._source(cases, number), model=self.model, max_new_tokens=NEW_TOKENS, **names)
+        return EvalConfig(
+            source=self._source(cases, number),
+            model=self.model,
+            methods=(*METHODS, *more),
+            ratios=RATIOS,
+            max_new_tokens=NEW_TOKENS,
+        )
 
     @cached_property
     def _fusor(self) -> Fusor:
@@ -289,7 +290,7 @@ def main() -> None:
         began = time.perf_counter()
         picture = FIGURES[figure](measure)
         png = options.out / f"fig_{figure}.png"
-        draw_lines(png, picture.points, x=picture.x, y=picture.y, log_x=picture.log_x)
+        draw_lines(png, **asdict(picture))
         written[str(png)] = round(time.perf_counter() - began, 1)
     print(json.dumps({"seconds": written}))
 

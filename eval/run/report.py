@@ -227,37 +227,56 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 Point = tuple[str, str, float, float]  # a panel's title, a line's name, x, y
 
 
-def draw_lines(png: Path, points: Sequence[Point], *, x: str, y: str, log_x: bool = False) -> None:
+def draw_lines(
+    png: Path, points: Sequence[Point], *, x: str = "", y: str = "", log_x: bool = False, log_y: bool = False
+) -> None:
     """Draw lines over one or more panels, and write the points as CSV beside the picture.
 
     Args:
         png: where the picture is written.
         points: of all lines.
-        x: name of the x axes.
+        x: name of the x axes; if it is empty, a panel's title is the name of its own.
         y: name of the y axes; if it is empty, a panel's title is the name of its own.
         log_x: the x axes are logarithmic.
+        log_y: the y axes are logarithmic.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
     with needs_extra("eval"):
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator
     panels, lines = (list(dict.fromkeys(point[column] for point in points)) for column in (0, 1))
-    figure = Figure(figsize=(max(5.5 * len(panels), 7.0), 4.0), layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False, sharey=bool(y))[0]
-    for axis, panel in zip(axes, panels, strict=True):
+    height = 4.0 + 0.2 * len(lines) / len(panels)
+    figure = Figure(figsize=(max(5.5 * len(panels), 7.0), height), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False, sharey=bool(x and y))[0]
+    for panel, axis in zip(panels, axes, strict=True):
+        drawn = [point for point in points if point[0] == panel]
         for number, line in enumerate(lines):
-            at = sorted(point[2:] for point in points if point[:2] == (panel, line))
-            axis.plot(*zip(*at, strict=True) if at else ([], []), f"C{number}", marker="o", markersize=3, label=line)
-        axis.set(xlabel=x, ylabel=y or panel, title=panel if y else "", xscale="log" if log_x else "linear")
+            at = sorted(point[2:] for point in drawn if point[1] == line)
+            axis.plot(
+                [place for place, _ in at], [value for _, value in at], f"C{number}", marker="o", markersize=3, label=line
+            )
+        axis.set(xlabel=x or panel, ylabel=y or panel, title=panel if x and y else "")
+        if log_x:
+            places = sorted({point[2] for point in drawn})
+            axis.set_xscale("log")
+            axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.xaxis.set_major_formatter("{x:g}")
+            if 2 * len(places) <= len(drawn):  # lines share them
+                axis.set_xticks(places, [f"{place:g}" for place in places])
+        if log_y:
+            axis.set_yscale("log")
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_major_formatter("{x:g}")
+        if log_x or log_y:
+            axis.minorticks_off()
         axis.grid(alpha=0.3)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(panels))
     png.parent.mkdir(parents=True, exist_ok=True)
     with png.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
-        named = ("panel", "line", x, y or "y")
-        csv.writer(file, lineterminator="\n").writerows(
-            [named, *((*point[:2], *(f"{one:.6g}" for one in point[2:])) for point in points)]
-        )
+        rounded = ((panel, line, round(place, 6), round(value, 6)) for panel, line, place, value in points)
+        csv.writer(file, lineterminator="\n").writerows([("panel", "line", x or "x", y or "y"), *rounded])
     figure.savefig(png, dpi=110)
 
 
@@ -342,37 +361,3 @@ def _least(row: Row, labels: Sequence[str], most_nats: float) -> dict[str, Any]:
     """A case's result by the first method whose KL is within a bound; the last one's is 0."""
     results: list[dict[str, Any]] = [row["methods"][label] for label in labels]
     return next(result for result in results if result["first_token_kl_nats"] <= most_nats)
-
-
-def draw_times(png: Path, points: Sequence[tuple[str, str, float, float]]) -> None:
-    """Draw seconds to the first token, and write the points as CSV beside the picture.
-
-    Args:
-        png: where the picture is written.
-        points: the name of an x axis, which has a panel of its own; a method; its place on the axis; seconds.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
-    with needs_extra("eval"):
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import LogLocator
-    panels = dict.fromkeys(point[0] for point in points)
-    figure = Figure(figsize=(5.5 * len(panels) + 1, 4.0), layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axis, panel in zip(axes, panels, strict=True):
-        for method in dict.fromkeys(point[1] for point in points if point[0] == panel):
-            x, seconds = zip(*sorted(point[2:] for point in points if point[:2] == (panel, method)), strict=True)
-            axis.plot(x, seconds, marker=".", label=method)
-        axis.set(xlabel=panel, ylabel="TTFT, median (s)", xscale="log", yscale="log")
-        places = sorted({point[2] for point in points if point[0] == panel})
-        axis.set_xticks(places, [f"{place:g}" for place in places])
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    axes[-1].legend(loc="upper left", bbox_to_anchor=(1, 1))
-    png.parent.mkdir(parents=True, exist_ok=True)
-    with png.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([("axis", "method", "x", "ttft_s"), *points])
-    figure.savefig(png, dpi=110)
