@@ -61,6 +61,7 @@ COMMANDS = (
     LazyCommand("ingest", f"{_HERE}.ingest:ingest", "Split, index and precompute documents."),
     LazyCommand("reindex", f"{_HERE}.ingest:reindex", "Compute the ingested documents' KV for another model."),
     LazyCommand("ask", f"{_HERE}.ask:ask", "Answer a question from the ingested documents' stored KV."),
+    LazyCommand("explain", f"{_HERE}.explain:explain", "Show which passages are found in a request's messages, and why."),
     LazyCommand("serve", f"{_HERE}.serve:serve", "Serve the OpenAI-shaped HTTP API and the web page, until interrupted."),
     LazyCommand("api-key", f"{_HERE}.serve:api_key", "Make an API key for a tenant, and the hash for the config file."),
     LazyCommand("profile", f"{_HERE}.model:profile", "Measure prefill, recompute and each tier's throughput."),

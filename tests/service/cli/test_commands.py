@@ -69,6 +69,23 @@ def test_metadata(run: CommandLine, passages: Path) -> None:
         assert (refused.code, words in refused.err) == (2, True), refused.err
 
 
+def test_explain(run: CommandLine, passages: Path, tmp_path: Path) -> None:
+    """A request's passages are shown with their reasons, stored ones with their document; a file that is none is an error."""
+    store = ("--store-dir", str(run.store))
+    assert run("ingest", str(passages), "--model", str(run.model), "--chunk-tokens", "400", *store).code == 0
+    text, request = str(DOCUMENTS[0]["text"]).strip(), tmp_path / "request.json"
+    tool = " ".join(["It was said that it rains there."] * 5)
+    system = {"role": "system", "content": [{"type": "text", "text": f"<source>{tool}</source>"}]}
+    request.write_text(json.dumps({"messages": [system, {"role": "user", "content": f"Read: {text}: why?"}]}))
+    found = run("explain", str(request), *store, "--json").json["passages"]
+    assert [(one["message"], one["reason"], one["text"]) for one in found] == [(0, "tag", tool), (1, "stored", text)]
+    assert "2 passages in 2 messages" in run("explain", str(request), *store).out
+    request.write_text(json.dumps({"prompt": f"Read.\n[1] {tool}\nQuestion: why?"}))
+    assert "numbered" in run("explain", str(request), "--store-dir", str(tmp_path / "none")).out
+    request.write_text("[]")
+    assert run("explain", str(request), *store).code == 2
+
+
 def test_a_store_knows_what_it_was_made_with(run: CommandLine, passages: Path) -> None:
     """Model, chunk size and codec that are left out are the store's; a flag wins over them."""
     store = ("--store-dir", str(run.store))
