@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from cacheblend.base.errors import ConfigError
 
-from .selector import SelectionStep, SingleShotSelector
+from .selector import Schedule, SelectionStep
 
 
-class FirstTokens(SingleShotSelector):
-    """The first tokens of every chunk (EPIC's LegoLink, arXiv 2410.15332)."""
+@dataclass(frozen=True, slots=True)
+class FirstTokens:
+    """The first tokens of every chunk (EPIC's LegoLink, arXiv 2410.15332), chosen at layer 0 for all layers.
 
-    def score(self, step: SelectionStep) -> torch.Tensor:
-        return 1 / (1 + step.offset_C)
+    Layer 1 measures its KV deviation, for `FusionResult.deviation`.
+    """
+
+    schedule: ClassVar[Schedule] = Schedule(0.0, first_layer_multiple=1)
+    ratio: float
+
+    def select(self, step: SelectionStep) -> torch.Tensor:
+        if step.layer == 0:
+            return step.top(1 / (1 + step.offset_C), round(self.ratio * step.reusable))
+        if step.layer == 1 and len(step.candidates_C) < step.reusable:
+            step.deviation_C()
+        return step.all()
 
 
 class ExplicitPositions:

@@ -5,10 +5,9 @@ Shapes: R reusable tokens of the prompt, C candidates of a layer, N tokens of th
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 
@@ -125,7 +124,7 @@ class SelectionStep:
 class Selector(Protocol):
     """Picks the reusable tokens that a layer recomputes, among those of the previous layer.
 
-    Those of this package, and subclasses of `SingleShotSelector`, keep the recompute ratio that made them as `ratio`.
+    Those of this package keep the recompute ratio that made them as `ratio`.
 
     Three attributes are optional. If `reads_attention` is true, the question runs over the stored KV first and fills
     `SelectionStep.attention_C`. If `refreshes_dropped` is true, K and V of the candidates that a layer drops are projected
@@ -135,24 +134,3 @@ class Selector(Protocol):
 
     def select(self, step: SelectionStep) -> torch.Tensor:
         """A boolean mask (C,) of the candidates that go through this layer's attention and MLP."""
-
-
-class SingleShotSelector(ABC):
-    """A choice at layer 0 for all layers; layer 1 measures its KV deviation, for `FusionResult.deviation`."""
-
-    schedule: ClassVar[Schedule] = Schedule(0.0, first_layer_multiple=1)
-
-    def __init__(self, ratio: float) -> None:
-        self.ratio = ratio
-
-    def select(self, step: SelectionStep) -> torch.Tensor:
-        """Choose the candidates of highest score at layer 0, and all of them later."""
-        if step.layer == 0:
-            return step.top(self.score(step), round(self.ratio * step.reusable))
-        if step.layer == 1 and len(step.candidates_C) < step.reusable:
-            step.deviation_C()
-        return step.all()
-
-    @abstractmethod
-    def score(self, step: SelectionStep) -> torch.Tensor:
-        """Float32 scores (C,); the highest are chosen."""

@@ -10,14 +10,7 @@ from cacheblend.base.errors import ProfileError
 from cacheblend.blend import Fusor
 from cacheblend.blend.config import DOCUMENT_TOKENS
 from cacheblend.blend.widening import FIRST_RATIO
-from cacheblend.loader import (
-    Calibration,
-    LoaderConfig,
-    LoadingController,
-    describe_device,
-    read_calibration,
-    read_profile,
-)
+from cacheblend.loader import Calibration, LoaderConfig, LoadingController, describe_device, read_calibration, read_profile
 from cacheblend.loader.profile import prefix_digest
 from cacheblend.store import RAM
 
