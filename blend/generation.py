@@ -53,10 +53,9 @@ class SequenceLayerKV:
         v_HKD: torch.Tensor,
         window: int | None,
         memory_21HCD: torch.Tensor | None = None,
-        growth_tokens: int = GROWTH_TOKENS,
         start: int = 0,
     ) -> None:
-        self._window, self._growth_tokens, self._start = window, growth_tokens, start
+        self._window, self._start = window, start
         if memory_21HCD is None:
             self._move(k_HKD, v_HKD)
         else:
@@ -95,7 +94,7 @@ class SequenceLayerKV:
         used, kv = k_HKD.shape[1], list[torch.Tensor]()
         for x_HKD in (k_HKD, v_HKD):
             heads, _, size = x_HKD.shape
-            shape = (heads, used + self._growth_tokens, size)
+            shape = (heads, used + GROWTH_TOKENS, size)
             kv.append(empty_layer(shape, x_HKD.dtype, x_HKD.device))
             kv[-1][:, :used] = x_HKD
         self._hold(kv, used)
@@ -109,10 +108,10 @@ class SequenceLayerKV:
 class SequenceKV:
     """One sequence's KV, with room to grow: in the prompt's buffers, or in a copy if another sequence uses that room.
 
-    The prompt's cache is not changed. `windows` are those of `ModelRunner`; a copy has room for `growth_tokens` more.
+    The prompt's cache is not changed. `windows` are those of `ModelRunner`; a copy has room for `GROWTH_TOKENS` more.
     """
 
-    def __init__(self, fused: FusionResult, windows: Sequence[int | None], growth_tokens: int = GROWTH_TOKENS) -> None:
+    def __init__(self, fused: FusionResult, windows: Sequence[int | None]) -> None:
         self.tokens, self.token_ids = int(fused.cache.get_seq_length()), list(fused.token_ids)
         every: list[Any] = fused.cache.layers
         layers = [layer for layer in every if layer.keys is not None]  # others keep none
@@ -120,9 +119,7 @@ class SequenceKV:
         if self.tokens == len(fused.token_ids):  # else tokens were generated already, and the cache is in other memory
             memory = fused.take_memory() or memory
         self.layers = [
-            SequenceLayerKV(
-                layer.keys[0], layer.values[0], window, memory_21HCD, growth_tokens, self.tokens - layer.keys.shape[2]
-            )
+            SequenceLayerKV(layer.keys[0], layer.values[0], window, memory_21HCD, self.tokens - layer.keys.shape[2])
             for layer, window, memory_21HCD in zip(layers, windows, memory, strict=True)
         ]
 

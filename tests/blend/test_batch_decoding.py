@@ -46,9 +46,7 @@ def continued(model: Any, fused: FusionResult, max_new_tokens: int, **kwargs: An
     return [int(token) for token in sequences[0, len(fused.token_ids) :]]
 
 
-def decode(
-    fusor: Fusor, fused: list[FusionResult], drawers: list[NextToken], *, join_every: int = 3, growth_tokens: int = 128
-) -> list[list[int]]:
+def decode(fusor: Fusor, fused: list[FusionResult], drawers: list[NextToken], *, join_every: int = 3) -> list[list[int]]:
     """Tokens of each; one more sequence joins every few steps, and each leaves when it is done."""
     running: list[tuple[NextToken, SequenceKV]] = []
     waiting = list(zip(fused, drawers, strict=True))
@@ -57,7 +55,7 @@ def decode(
         if waiting and step % join_every == 0:
             prompt, drawer = waiting.pop(0)
             drawer.draw(prompt.logits)
-            running.append((drawer, SequenceKV(prompt, fusor.decoder.windows, growth_tokens)))
+            running.append((drawer, SequenceKV(prompt, fusor.decoder.windows)))
         step += 1
         running = [(drawer, kv) for drawer, kv in running if drawer.finish_reason is None]
         if running:
@@ -68,7 +66,7 @@ def decode(
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_batch_equals_alone(name: str) -> None:
+def test_batch_equals_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On every family the greedy tokens of a batch are `generate`'s, past the window and past a growth of the KV."""
     fusor = Fusor(tiny_model(name))
     fused = prompts(fusor)
@@ -76,7 +74,8 @@ def test_batch_equals_alone(name: str) -> None:
     drawers = [NextToken(fusor.model, prompt.token_ids, length) for prompt, length in zip(fused, lengths, strict=True)]
     alone = [continued(fusor.model, prompt, length) for prompt, length in zip(fused, lengths, strict=True)]
     copied = [fused[0], *(replace(prompt, memory=[]) for prompt in fused[1:])]
-    assert decode(fusor, copied, drawers, growth_tokens=5) == alone
+    monkeypatch.setattr("cacheblend.blend.generation.GROWTH_TOKENS", 5)
+    assert decode(fusor, copied, drawers) == alone
     assert [int(prompt.cache.get_seq_length()) for prompt in fused] == [len(prompt.token_ids) for prompt in fused]
 
 
