@@ -19,6 +19,8 @@ from cacheblend.service.engine.request import PLAN_FIELDS, Done, Request, chunk_
 from .schemas import ChatBody, CompletionBody, GenerationBody, read_arguments
 
 CUT_CALL = re.compile(r'^\s*+\{\s*+"name":\s*+"([\w-]++)",\s*+"arguments":\s*(.*)', re.DOTALL)
+BARE = re.compile(r"\s*(?:\[\s*)?(\{.*)?", re.DOTALL)  # what may be calls, and nothing else
+BETWEEN = " \t\r\n,;[]"
 OPENS, CLOSES = "<tool_call>", "</tool_call>"  # as Hermes and Qwen write calls
 Call = Mapping[str, Any]  # in OpenAI's shape
 
@@ -116,9 +118,10 @@ class ChatChoice(TextChoice):
 class CallReader:
     """Finds the calls in one answer's text as it comes.
 
-    A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` with the name of a tool, or an answer that is only such
-    an object. Text is held back from where a call may begin; what is no complete call stays text. Calls after `max_calls` are
-    dropped. An answer that `is_forced` to be a call has what came of it where it `is_cut`.
+    A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` with the name of a tool, or an answer is only such
+    objects, one after the other as Llama writes them, or in a list as Mistral and Granite do. Text is held back from where a
+    call may begin; what is no complete call stays text. Calls after `max_calls` are dropped. An answer that `is_forced` to be a
+    call has what came of it where it `is_cut`.
     """
 
     def __init__(self, names: Collection[str], max_calls: int | None = None, *, is_forced: bool = False) -> None:
@@ -135,8 +138,8 @@ class CallReader:
         if self._holds_all:
             return ""
         held = "".join(self._held)
-        if not self._has_given and held.lstrip()[:1] in ("", "{"):
-            self._holds_all = bool(held.strip())
+        if not self._has_given and (bare := BARE.fullmatch(held)):
+            self._holds_all = bare[1] is not None
             return ""
         start = held.find(OPENS)
         self._holds_all = start >= 0
@@ -150,10 +153,9 @@ class CallReader:
         self._held = []
         if not self._names:
             return held, []
-        if not self._has_given and held.lstrip().startswith("{"):
-            call, end = self._call(held, 0)
-            if call is not None and not held[end:].strip():
-                return "", [call]
+        if not self._has_given and (bare := BARE.fullmatch(held)) and bare[1]:
+            if bare_calls := self._bare_calls(held):
+                return "", bare_calls[: self._max_calls]
             if self._is_forced:
                 self.is_cut, begun = True, CUT_CALL.match(held)
                 return "", [_as_call(begun[1], begun[2])] if begun else []
@@ -169,6 +171,17 @@ class CallReader:
             if not held[at:].strip():
                 at = len(held)
         return before + held[at:], calls[: self._max_calls]
+
+    def _bare_calls(self, text: str) -> list[Call]:
+        """The calls that all of a text is made of; none where there is anything else."""
+        calls, rest = list[Call](), text.lstrip(BETWEEN)
+        while rest:
+            call, end = self._call(rest, 0)
+            if call is None:
+                return []
+            calls.append(call)
+            rest = rest[end:].lstrip(BETWEEN)
+        return calls
 
     def _call(self, text: str, start: int) -> tuple[Call | None, int]:
         """The call whose JSON begins at a place, after white space, and where it ends; None where there is none."""

@@ -197,6 +197,7 @@ def test_a_model_without_tools(openai_client: openai.OpenAI) -> None:
 
 
 ONE = '{"name": "f", "arguments": {"a": "é</tool_call>"}}'
+BRACES = r'{"name": "f", "arguments": {"a": "}] {\"a\": 1}, <tool_call>"}}'
 
 
 @pytest.mark.parametrize(
@@ -206,6 +207,13 @@ ONE = '{"name": "f", "arguments": {"a": "é</tool_call>"}}'
         (f"a<tool_call>{ONE}</tool_call>\n<tool_call>{ONE}</tool_call>\n", "a\n", 2),
         (f"<tool_call>\n{ONE}\n", "", 1),
         (f" {ONE} ", "", 1),
+        (f"{ONE}; {ONE}", "", 2),
+        (f"{ONE}\n{ONE}", "", 2),
+        (f"[{ONE}, {ONE}]", "", 2),
+        (f" [\n{ONE}\n]\n", "", 1),
+        (f"[{ONE}, 7]", None, 0),
+        ("[1] says so, and [2] too.", None, 0),
+        ("[]", None, 0),
         ('{"name": "f", "parameters": {}}', "", 1),
         ('{"name": "f", "arguments": "{}"}', "", 1),
         ('<tool_call>{"name": "g", "arguments": {}}</tool_call>', None, 0),
@@ -215,6 +223,8 @@ ONE = '{"name": "f", "arguments": {"a": "é</tool_call>"}}'
         ("<tool_call>" + '{"name": "f", "arguments": ' + "[" * 5000, None, 0),
         (f"<tool_call>{ONE}</tool_call> b <tool_call>x", " b <tool_call>x", 1),
         (f"{ONE} and more", None, 0),
+        (f"I look.\n<tool_call>{BRACES}</tool_call><tool_call>{ONE}</tool_call>", "I look.\n", 2),
+        (BRACES, "", 1),
         ("a < b <tool", None, 0),
         ("   ", None, 0),
     ],
@@ -226,7 +236,8 @@ def test_calls_in_a_text(text: str, kept: str | None, calls: int) -> None:
         given = "".join(reader.add(text[start : start + size]) for start in range(0, len(text), size))
         rest, found = reader.finish()
         assert (given + rest, len(found)) == (text if kept is None else kept, calls)
-        assert all(json.loads(call["function"]["arguments"]) in ({}, {"a": "é</tool_call>"}) for call in found)
+        written = ({}, {"a": "é</tool_call>"}, json.loads(BRACES)["arguments"])
+        assert all(json.loads(call["function"]["arguments"]) in written for call in found)
     assert len({call["id"] for call in CallReader(["f"]).finish(text)[1]}) == calls
     assert len(CallReader(["f"], 1).finish(text)[1]) == min(calls, 1)
 
