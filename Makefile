@@ -21,8 +21,7 @@ WORKERS ?= 2
 
 # Where the developers' environment is, that has it all.
 install: | $(BIN)/python
-	@echo "setting up .venv: PyTorch and some hundred packages, a few minutes"
-	@test -e $(BIN)/.installed || { scripts/install_torch.sh $(BIN)/python && $(BIN)/python -m pip install --quiet ".[all]"; }
+	@test -e $(BIN)/.installed || { echo "setting up .venv: PyTorch and some hundred packages, a few minutes"; scripts/install_torch.sh $(BIN)/python && $(BIN)/python -m pip install --quiet ".[all]"; }
 	@echo "done: $(BIN)/cacheblend --help"
 
 demo: $(BIN)/.installed

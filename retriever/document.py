@@ -21,8 +21,8 @@ from cacheblend.base.errors import InputError
 from .metadata import Metadata, as_json, read_metadata
 
 HASH_DIGITS = 32  # 128 bits: enough that two documents never share one by chance
-# C0 and C1 control characters, which paths and terminals do not show, and what a byte that is no UTF-8 is read as.
-NO_ID = re.compile("[\x00-\x1f\x7f-\x9f\ufffd]")
+# C0 and C1 control characters, which paths and terminals do not show, and what bytes that are no UTF-8 are read as.
+NO_ID = re.compile("[\x00-\x1f\x7f-\x9f\ufffd\ud800-\udfff]")
 MAX_TITLE_CHARACTERS = 1000
 MAX_ID_BYTES = 2048  # in UTF-8: the longest URL that is fetched, with its page, fits
 # Files whose text is made of them: a line of it is none of the file.

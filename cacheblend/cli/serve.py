@@ -10,6 +10,7 @@ import socket
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
@@ -71,7 +72,8 @@ def _read_config(context: typer.Context, file: Path | None) -> Path | None:
         raise InputError(f"{file} is not TOML: {error}") from error
     known = {parameter.name or "" for parameter in context.command.params} - {"config"}
     if unknown := sorted(values.keys() - known - {"tenants"}):  # whose values may be keys in the wrong place, and are not shown
-        raise ConfigError("option", unknown[0], f"{file} may set {', '.join(sorted(known))}, and [tenants.NAME] tables")
+        allowed = get_close_matches(unknown[0], known) or sorted(known)
+        raise ConfigError("option", unknown[0], f"{file} may set {', '.join(allowed)}, and [tenants.NAME] tables")
     context.default_map = {**(context.default_map or {}), **values}
     return file
 

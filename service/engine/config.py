@@ -68,7 +68,7 @@ class EngineConfig:
 
     model: str
     store_dir: str | os.PathLike[str]
-    preset: str = option("balanced", "How much is recomputed, by name; see the table of presets.", choices=PRESETS)
+    preset: str = option("balanced", "How much is recomputed, by name; docs/options.md compares them.", choices=PRESETS)
     device: str = option("auto", "auto (CUDA where it is, else the CPU), cpu, cuda or cuda:N.")
     dtype: str = option("auto", "auto: the checkpoint's, if 16-bit and fast on the device, else float32.", choices=DTYPES)
     max_tokens: int | None = option(None, "Most tokens of an answer, unless its request says otherwise; else as many as fit.")

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from cacheblend.base.errors import CacheBlendError, InputError, needs_extra
 from cacheblend.retriever import Document, PlainTokenizer
-from cacheblend.retriever.document import TITLED_SUFFIXES, front_title
+from cacheblend.retriever.document import NO_ID, TITLED_SUFFIXES, front_title
 from cacheblend.retriever.metadata import Metadata
 
 from .file_converter import FileConverter
@@ -298,6 +298,8 @@ def file_documents(
         OSError: it cannot be read.
     """
     name, where, title = path.name.lower(), where or str(path), title or path.stem
+    if NO_ID.search(id_):
+        raise InputError(f"{where}: a name with control characters, or bytes that are no UTF-8; rename the file")
     ends = [end for end in KINDS if name.removesuffix(".gz").endswith(end)]
     kind = None if not ends else "unpack it" if name.endswith(".gz") else KINDS[ends[0]]
     if isinstance(kind, str):

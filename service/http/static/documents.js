@@ -107,7 +107,7 @@ export async function list(further = false) {
   $("more").hidden = !page.has_more;
   $("search").hidden = !searches && !page.has_more && listed < SEARCHED_FROM;
   $("none_found").hidden = !searches || listed > 0;
-  $("no_documents").hidden = searches || listed > 0;
+  $("no_documents").hidden = searches || listed > 0 || $("uploads").children.length > 0;
   if (!searches && !further) onChange(page.data);
 }
 
@@ -127,6 +127,7 @@ function line(name) {
   bar.setAttribute("aria-label", `${name} is being read`);
   item.append(state, bar);
   $("uploads").append(item);
+  $("no_documents").hidden = true;
   const end = (words, failed) => {
     item.replaceChildren(`${words} `, removing("Dismiss", `Dismiss: ${name}`, item));
     if (failed) item.className = "failed";

@@ -71,7 +71,7 @@ def test_file_flag_and_variable(served: list[Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error", "named"),
     [
-        ("max_num_seq = 3", ConfigError, "max_num_seqs"),
+        ("max_num_seq = 3", ConfigError, r"may set max_num_seqs[^.]{,60}, and"),
         ("max_num_seqs = ", InputError, "not TOML"),
         ("max_num_seqs = 0", ConfigError, "at least 1"),
         ("deadline_s = 0", ConfigError, "above 0"),

@@ -430,10 +430,12 @@ def test_a_fault_has_its_place_and_remedy(tmp_path: Path, raw: bytes, says: str,
         ("cut.jsonl.gz", gzip.compress(LINE.encode() * 9, mtime=0)[:-9], "is no whole gzip file"),
         ("text.jsonl.gz", LINE.encode(), "is no whole gzip file"),
         ("long.txt", b"x" * MAX_TEXT_BYTES + "é".encode(), "a text of more than 8 MiB; split it into several documents"),
+        ("a\nb.txt", b"words", ".*rename the file"),
+        ("a\udcff.txt", b"words", ".*rename the file"),
     ],
 )
 def test_a_faulty_file_is_named(tmp_path: Path, name: str, raw: bytes, says: str) -> None:
-    """A gzip file that is not whole is said to be that; a text is too long also where the limit tears a character."""
+    """A gzip file that is not whole, a text whose limit tears a character, a name that is no id: each is said to be that."""
     (tmp_path / name).write_bytes(raw)
     with pytest.raises(InputError, match=rf"{name}:? {says}"):
         read(tmp_path / name)
