@@ -43,6 +43,7 @@ from .plugin import CONNECTOR
 from .scheduler import PARAMS_KEY, Marks, StoredText
 
 logger = logging.getLogger(__name__)
+REMEMBERED_MESSAGES = 65_536  # of conversations: their text is more than a vLLM's prefix cache has
 BUSY_S = 0.2  # until the workers are asked again, whose disk is behind
 # A request with one of these is marked by somebody else, or its prompt is not that of its texts.
 LEFT_TO_VLLM = ("kv_transfer_params", "echo", "suffix", "prompt_embeds", "truncate_prompt_tokens")
@@ -70,7 +71,7 @@ class PromptMarker:
         self, tokenizer: Any, config: ConnectorConfig, max_positions: int | None, naming: ChunkNaming, render: Render
     ) -> None:
         self._finds_passages, self._render, self._naming = config.engine.find_passages, render, naming
-        self._seen, self._begun = AdmissionFilter(REMEMBERED), AdmissionFilter(REMEMBERED)
+        self._seen, self._begun = AdmissionFilter(REMEMBERED), AdmissionFilter(REMEMBERED_MESSAGES)
         self._plain = PlainTokenizer(tokenizer)
         self._splitter = Splitter(tokenizer, RetrieverConfig(chunk_tokens=config.engine.retriever.chunk_tokens))
         self._around_documents = PromptRenderer(tokenizer, config.engine.instruction, max_positions=max_positions)

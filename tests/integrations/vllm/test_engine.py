@@ -7,6 +7,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -173,8 +174,9 @@ def test_both_engines_share_a_store(make_model: MakeModel, open_served: OpenServ
         with Engine(config, fusor=fusor, embedder=FakeEmbedder()) as engine:
             engine.ingest(documents)
         options = ConnectorConfig.from_options({"store_dir": str(served.store), "chunk_tokens": 64})
-        marker = PromptMarker(load_tokenizer(str(folder)), options, 512)
-        marked = marker.mark(CHAT, {"messages": [{"role": "user", "content": "When is lunch?"}], "documents": documents})
+        naming = served.connector._worker._naming
+        with closing(PromptMarker(load_tokenizer(str(folder)), options, 512, naming, Mock())) as marker:
+            marked = marker.mark(CHAT, {"messages": [{"role": "user", "content": "When is lunch?"}], "documents": documents})
         assert marked is not None
         params = marked["kv_transfer_params"]
         tokens, marks = params["prompt_token_ids"], params["cacheblend"]

@@ -5,10 +5,8 @@ They pass the plugin's middleware and vLLM's renderer, and an engine with the co
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -18,14 +16,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
-from vllm_engines import VOCAB, MakeModel, Served, apart, open_engine
+from vllm_engines import POSITIONS, RECIPES, VOCAB, MakeModel, Served, apart, open_engine
 
 from cacheblend.blend.loading import load_tokenizer
 from cacheblend.integrations.vllm.router import CHAT, COMPLETIONS, BlendRoutes
 from cacheblend.retriever import PlainTokenizer
-
-RECIPES = json.loads((Path(__file__).parents[2] / "service" / "http" / "recipes.json").read_text(encoding="utf-8"))
-POSITIONS = 1536
 
 
 class Answers(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from vllm_engines import BLOCK, MakeModel
+from vllm_engines import BLOCK, POSITIONS, RECIPES, MakeModel
 from waiting import wait_until
 
 DOCS = [
@@ -28,12 +29,13 @@ ANSWER = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def server(make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The server's address."""
-    folder, port = make_model("llama"), 18763
+    folder, port = make_model("llama", positions=POSITIONS), 18763
     store = tmp_path_factory.mktemp("store")
     extra = {"store_dir": str(store), "context_filler": "none"}
     config = {"kv_connector": "CacheBlendConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
-    command += f"--served-model-name tiny --dtype float32 --max-model-len 448 --block-size {BLOCK} --enforce-eager".split()
+    command += f"--served-model-name tiny --dtype float32 --max-model-len {POSITIONS} --block-size {BLOCK}".split()
+    command += ["--enforce-eager", "--enable-auto-tool-choice", "--tool-call-parser", "pythonic"]
     command += ["--kv-transfer-config", json.dumps(config)]
     environment = {**os.environ, "VLLM_PLUGINS": "cacheblend", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     log = Path(store) / "log"
@@ -144,6 +146,27 @@ def test_passages_among_a_tools_results_are_blended(server: str) -> None:
     for _ in range(2):
         post(server, "/v1/chat/completions", **chat("01"))
     assert post_until_hits(server, 2, **chat("10"))["kv_transfer_params"]["cacheblend"]["blended"]
+
+
+@pytest.mark.parametrize("name", RECIPES["requests"])
+def test_recipes_of_applications(server: str, name: str) -> None:
+    """Of requests as applications' own libraries write them the third has the texts' KV, in another order; see
+    test_engine_recipes.py for their answers.
+    """
+    *before, last = RECIPES["requests"][name]
+    for one in before:
+        post(server, one["path"], **one["body"], cache_salt=name)
+    sources, number = "\n".join(f"<source>{text}</source>" for text in RECIPES["texts"]), itertools.count()
+
+    def are_stored() -> bool:
+        """The beginning is another each time: vLLM's prefix cache has what came before, blended with some of the texts."""
+        asked = [{"role": "user", "content": f"{next(number)}\n{sources}"}]
+        answer = post(server, "/v1/chat/completions", messages=asked, cache_salt=name)
+        return bool(answer["kv_transfer_params"]["cacheblend"].get("hits") == 4)
+
+    wait_until(are_stored)
+    report = post(server, last["path"], **last["body"], cache_salt=name)["kv_transfer_params"]["cacheblend"]
+    assert (report["blended"], report["hits"]) == (True, 4)
 
 
 def test_streamed_answers_and_metrics(server: str) -> None:

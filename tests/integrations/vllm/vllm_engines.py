@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,9 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 VOCAB = 400
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3", "phi3", "mixtral"]
 BLOCK = 32  # the smallest that the CPU build takes
+# The requests that applications' libraries have written to the service, by recipe, and the texts in them.
+RECIPES = json.loads((Path(__file__).parents[2] / "service" / "http" / "recipes.json").read_text(encoding="utf-8"))
+POSITIONS = 1536  # that these need
 MakeModel = Callable[..., Path]
 OpenServed = Callable[..., Any]
 
