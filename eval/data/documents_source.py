@@ -142,13 +142,15 @@ class DocumentsSource:
                 yield arrange(request, self.preset.order, tokenizer.decode)
 
     def _read(self, questions: Path | None) -> Iterator[Document]:
-        """The documents; the first file that cannot be used ends the reading, but files that are no text are skipped."""
+        """The documents; the first file with a fault ends the reading, but files and pages without text are skipped."""
         report = SourceReport(strict=True)
         with closing(FileConverter()) as converter:
             for file, id_ in source_files(self.documents, report.skipped):
                 if questions is None or file.resolve() != questions.resolve():
                     with report.noting(str(file), is_found=Path(self.documents) != file):
-                        yield from file_documents(file, id_, converter)
+                        yield from file_documents(file, id_, converter, fault=report.note)
+                        if report.faults:
+                            raise InputError(next(iter(report.faults.values())))
 
 
 def _earlier(chunk: Chunk, document: Sequence[Chunk]) -> list[tuple[int, ...]]:
