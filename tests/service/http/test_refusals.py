@@ -303,12 +303,12 @@ def test_unknown_paths(client: httpx.Client) -> None:
         refused(response := client.get(path), 404)
         assert "location" not in response.headers
     refused(client.delete("/v1/models"), 405)
-    base = "the client's base URL is http://127.0.0.1:8000"
+    base = "the client's base URL is the service's address"
     for path, said in (
-        ("/chat/completions", f"{base}/v1, to"),
-        ("/v1/v1/chat/completions", f"{base}/v1, to"),
-        ("/v1/v1/messages", f"{base}, to"),
-        ("/messages", f"{base}, to"),
+        ("/chat/completions", f"{base} with /v1, to"),
+        ("/v1/v1/chat/completions", f"{base} with /v1, to"),
+        ("/v1/v1/messages", f"{base} without /v1, to"),
+        ("/messages", f"{base} without /v1, to"),
     ):
         assert said in refused(client.post(path, json=CHAT), 404)["message"]
     assert base not in refused(client.post("/v1/responses", json=CHAT), 404)["message"]
