@@ -20,7 +20,7 @@ def names_of(file: str) -> dict[str, str | None]:
 def lazy_names(package: str, file: str, extra: str | None = None) -> Callable[[str], object]:
     """A package's `__getattr__`: imports what its `__init__.py`, the file, names in `from .module import name as name`.
 
-    Those lines stand under `TYPE_CHECKING`, for type checkers alone, and are read here from the source; `extra` brings the
+    Those lines stand under `TYPE_CHECKING`, for type checkers, and are read here from the source; `extra` brings the
     libraries that the modules import.
     """
     module_of = names_of(file)

@@ -66,7 +66,7 @@ class LayerPass(Protocol):
 
 
 def scores_of(q: Tensor, kw: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of the scores in the arguments that a layer gives to its attention: scaling, soft-capping, sinks."""
+    """The options of the scores among the arguments of a layer's attention: scaling, soft-capping, sinks."""
     scaling = kw.get("scaling")
     scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
     return {"scaling": scaling, "softcap": kw.get("softcap"), "sinks_Q": kw.get("s_aux")}

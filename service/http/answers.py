@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shape, as a whole or in pieces: texts, calls of tools found in them, log-probabilities, and a report."""
+"""Answers in OpenAI's shape, in one or in pieces: texts, calls of tools found in them, log-probabilities, and a report."""
 
 from __future__ import annotations
 
