@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cacheblend.base.errors import InputError, needs_extra
@@ -135,6 +135,28 @@ class GrammarCompiler:
                 words = max(self.words, len(self._tokenizer))
                 self._vocabulary = from_tokenizer(self._tokenizer, n_vocab=words, eos_token=ends)
             return self._vocabulary
+
+
+def call_schema(functions: Sequence[tuple[str, Mapping[str, Any] | None]]) -> dict[str, Any]:
+    """The JSON schema of a call of one of the functions, from their names and their arguments' schemas, None for none."""
+    calls = []
+    for place, (name, parameters) in enumerate(functions):
+        arguments = {"type": "object", "additionalProperties": False} if parameters is None else parameters
+        properties = {"name": {"const": name}, "arguments": moved_schema(arguments, f"#/anyOf/{place}/properties/arguments")}
+        calls.append({"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False})
+    return {"anyOf": calls}
+
+
+def moved_schema(schema: Any, place: str) -> Any:
+    """A schema as a part of another one: what its references name begins at its place there."""
+    if isinstance(schema, list):
+        return [moved_schema(part, place) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    moved = {key: moved_schema(value, place) for key, value in schema.items()}
+    if isinstance(to := schema.get("$ref"), str) and to.startswith("#"):
+        moved["$ref"] = place + to[1:]
+    return moved
 
 
 def is_deeper(value: Any, levels: int) -> bool:

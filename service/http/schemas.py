@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from cacheblend.retriever.metadata import MetadataFilter, read_metadata
-from cacheblend.service.engine.grammar import ANY_OBJECT, is_deeper
+from cacheblend.service.engine.grammar import ANY_OBJECT, call_schema, is_deeper, moved_schema
 from cacheblend.service.engine.prompt import Message
 
 logger = logging.getLogger(__name__)
@@ -70,28 +70,6 @@ def read_earlier_arguments(given: Any) -> dict[str, Any] | str:
         if not isinstance(given, str) or len(given) > MAX_TOOL_CHARACTERS:
             raise
         return given
-
-
-def call_schema(functions: Sequence[tuple[str, Mapping[str, Any] | None]]) -> Schema:
-    """The JSON schema of a call of one of the functions, from their names and their arguments' schemas, None for none."""
-    calls = []
-    for place, (name, parameters) in enumerate(functions):
-        arguments = {"type": "object", "additionalProperties": False} if parameters is None else parameters
-        properties = {"name": {"const": name}, "arguments": _moved(arguments, f"#/anyOf/{place}/properties/arguments")}
-        calls.append({"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False})
-    return {"anyOf": calls}
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """A schema as a part of another one: what its references name begins at its place there."""
-    if isinstance(schema, list):
-        return [_moved(part, place) for part in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    moved = {key: _moved(value, place) for key, value in schema.items()}
-    if isinstance(to := schema.get("$ref"), str) and to.startswith("#"):
-        moved["$ref"] = place + to[1:]
-    return moved
 
 
 def _as_list(given: Any) -> Any:
@@ -483,7 +461,7 @@ class ChatBody(GenerationBody):
         if (held := super().answer_schema) is None or not functions:
             return held
         ways = called["anyOf"]  # a call, or an answer that has the schema
-        return held[0], {"anyOf": [*ways, _moved(held[1], f"#/anyOf/{len(ways)}")]}
+        return held[0], {"anyOf": [*ways, moved_schema(held[1], f"#/anyOf/{len(ways)}")]}
 
     @property
     def returned_logprobs(self) -> int | None:
