@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -99,7 +98,7 @@ def _check_values(name: str, values: Sequence[object]) -> None:
     if not 0 < len(values) <= MAX_VALUES:
         raise InputError(f"{name}: has {len(values)} values; give 1 to {MAX_VALUES}")
     for value in values:
-        is_number = isinstance(value, int | float) and math.isfinite(value) and abs(value) < 2**63
+        is_number = isinstance(value, int | float) and -(2**63) < value < 2**63  # NaN is neither
         if not is_number and not (isinstance(value, str) and not _NO_TEXT.search(value)):
             raise InputError(
                 f"{name}: {str(value)[:40]!a} is no plain value; give text, a number, true or false, or a list of them"

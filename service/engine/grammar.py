@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from cacheblend.base.errors import InputError, needs_extra
@@ -28,6 +31,18 @@ GRAMMAR_LIMITS: dict[str, Any] = {
     "step_max_items": 20_000,
     "max_grammar_size": 100_000,
 }
+TRIAL_S, TRIAL_BYTES = 0.3, 2**30  # of processor time and of memory, for a process that compiles a grammar for trial
+_TRIAL = f"""
+import resource, signal, sys
+import llguidance
+resource.setrlimit(resource.RLIMIT_AS, ({TRIAL_BYTES}, {TRIAL_BYTES}))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+signal.setitimer(signal.ITIMER_PROF, {TRIAL_S})
+limits = llguidance.LLParserLimits(verbose_errors=False, **{GRAMMAR_LIMITS})
+matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), sys.stdin.read(), log_level=0, limits=limits)
+matcher.is_error() or matcher.compute_bitmask()
+"""
+_trials = threading.Lock()
 # Models that are asked for JSON may go on with white space for ever.
 JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n {0,8})"}
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -114,6 +129,8 @@ class GrammarCompiler:
         except ValueError as error:  # such as NaN, numbers above 1e308, and halves of characters
             why = "it has a number or a text that JSON cannot have"
             raise InputError(f"{field}: this schema cannot be read ({why}: {error}); leave that out of it") from None
+        if not is_bounded(grammar):
+            raise InputError(f"{field}: this schema takes more than {TRIAL_S} s of a processor to compile; make it simpler")
         if thoughts is not None and (before := thoughts.grammar(vocabulary.is_special_token)):
             lark = f"{before}answer: %json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
             grammar = llguidance.LLMatcher.grammar_from_lark(lark)
@@ -135,6 +152,18 @@ class GrammarCompiler:
                 words = max(self.words, len(self._tokenizer))
                 self._vocabulary = from_tokenizer(self._tokenizer, n_vocab=words, eos_token=ends)
             return self._vocabulary
+
+
+@lru_cache(maxsize=256)
+def is_bounded(grammar: str) -> bool:
+    """Whether another process compiles a grammar within `TRIAL_S` and `TRIAL_BYTES`, or finds its error, and does not crash.
+
+    The compiler bounds neither: `multipleOf` a number of eight digits, or an intersection of 20 patterns, takes minutes and
+    gigabytes, in which no other thread runs.
+    """
+    with _trials:  # one at a time
+        done = subprocess.run([sys.executable, "-c", _TRIAL], input=grammar.encode(), capture_output=True, check=False)
+    return done.returncode == 0
 
 
 def call_schema(functions: Sequence[tuple[str, Mapping[str, Any] | None]]) -> dict[str, Any]:

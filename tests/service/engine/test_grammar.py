@@ -49,6 +49,20 @@ def test_patterns_that_repeat_too_much_are_refused(engine: Engine, schema: dict[
         GrammarCompiler(engine.fusor.model, engine.fusor.tokenizer).json(schema)
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 99999989},
+        {"allOf": [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdefghijklmnopqrstuvwxyz"]},
+    ],
+)
+def test_schemas_that_take_minutes_and_gigabytes_are_refused(engine: Engine, schema: dict[str, Any]) -> None:
+    """Another process tries them, within bounds of its own."""
+    pytest.importorskip("llguidance")
+    with pytest.raises(InputError, match="to compile; make it simpler"):
+        GrammarCompiler(engine.fusor.model, engine.fusor.tokenizer).json({"properties": {"a": schema}})
+
+
 @pytest.mark.parametrize("number", [-(2**63), -(2**63) + 5, 2**64, -1e300])
 @pytest.mark.parametrize("keyword", ["const", "enum", "minimum"])
 def test_numbers_at_which_the_compiler_crashes_are_refused(engine: Engine, keyword: str, number: float) -> None:
