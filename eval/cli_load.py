@@ -43,7 +43,7 @@ def load(
     Examples:
 
         cacheblend eval load squad_shared --address http://127.0.0.1:8000
-        cacheblend eval load squad_shared --peer vllm=http://127.0.0.1:8001 --figure load.png
+        cacheblend eval load squad_shared --peer vllm=http://127.0.0.1:8001
     """
     if figure is not None and figure.suffix != ".png":
         raise ConfigError("figure", str(figure), "a .png")
