@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ from .errors import StoreDirectoryError, StoreError, StoreFullError
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 
 
-class Closing:
+class Closing(ABC):
     """A context manager that closes at its end."""
 
     def __enter__(self) -> Self:
@@ -27,8 +28,9 @@ class Closing:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @abstractmethod
     def close(self) -> None:
-        raise NotImplementedError
+        """Let go of what is held; nothing if that has gone."""
 
 
 def make_folder(folder: Path) -> None:
