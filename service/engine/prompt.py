@@ -225,7 +225,7 @@ class PromptRenderer:
         """The prompt of a chat whose last message asks; `with_chunks` where chunks will stand before the user's last message.
 
         A later turn has its own chunks before its question, and an earlier one's nowhere. A chat of one question over chunks
-        has the prompt of `question`. What tools answered to a question stands after it.
+        has the prompt of `question`. What tools answered to a question stands after it. Without chunks nobody needs to ask.
 
         Args:
             messages: the turns; the last one is the user's or a tool's.
@@ -235,19 +235,19 @@ class PromptRenderer:
 
         Raises:
             ConfigError: see `ChatTemplate.check_kwargs`.
-            InputError: the last message is another's, the question is empty, the template refuses the turns, or there are
-                tools and it takes none.
+            InputError: the last message is the assistant's, the question is empty, chunks have none, the template refuses the
+                turns, or there are tools and it takes none.
             PromptTooLongError: they cannot be within the model's positions.
         """
-        self._check_chat(messages)
+        question = self._check_chat(messages, with_chunks)
         self._check_tools(messages, tools)
         self.template.check_kwargs(template_kwargs or {})
         if with_chunks and len(messages) == 1 and not tools and not template_kwargs:
-            return self.question(messages[0].content)
+            return self.question(question)
         has_system = any(message.role == "system" and message.content.strip() for message in messages)
         instruction = self._instruction if with_chunks and not has_system else ""
         frame = self._frame(messages, instruction, tools, template_kwargs, with_chunks=with_chunks)
-        return self._layout(frame, messages[question_place(messages)].content, with_chunks=with_chunks)
+        return self._layout(frame, question, with_chunks=with_chunks)
 
     def completion(self, text: str | Sequence[int]) -> PromptTokens:
         """The prompt of a text to continue: BOS where the tokenizer puts it, chunks, and the text, its control tokens read.
@@ -284,14 +284,18 @@ class PromptRenderer:
         before_ids, whole = self._ids(before), self._ids(f"{before} {answer}")
         return whole[len(before_ids) :] if whole[: len(before_ids)] == before_ids else self._ids(f" {answer}")
 
-    def _check_chat(self, messages: Sequence[Message]) -> None:
+    def _check_chat(self, messages: Sequence[Message], with_chunks: bool) -> str:
+        """Refuse turns that nobody can answer; the question, "" where no turn is the user's."""
         check_characters(sum(len(message.content) + len(message.thoughts) for message in messages), self._max_positions)
-        if not messages or messages[-1].role not in ("user", "tool"):
-            raise InputError("messages: the last one must be the user's question, or what a tool answered to it")
-        if not any(message.role == "user" for message in messages):
-            raise InputError("messages: one must be the user's question; give it before the tools' results")
-        if not messages[place := question_place(messages)].content.strip():
+        if not messages or messages[-1].role == "assistant":
+            raise InputError("messages: the last one must not be the assistant's; end with the user's question")
+        if (place := question_place(messages)) == len(messages):
+            if with_chunks:
+                raise InputError("messages: one must be the user's question, before which the chunks stand; give it")
+            return ""
+        if not (question := messages[place].content).strip():
             raise InputError(f"messages[{place}].content is empty; ask something")
+        return question
 
     def _check_tools(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
         """Refuse tools that the template does not take."""
@@ -341,7 +345,8 @@ class PromptRenderer:
         rendered = self._render(turns, self._quoted(tools, texts), template_kwargs)
         marks = [mark for mark, (_, may_go) in texts.items() if mark in rendered or not may_go]
         marks.sort(key=rendered.find)  # Mistral's has the system message in the last turn
-        between, place = _around(rendered, marks), marks.index(question)
+        between = _around(rendered, marks)
+        place = marks.index(question) if question in texts else len(marks)  # without one the answer begins at the end
         pieces: list[Piece] = []
         for own, mark in zip(between, marks, strict=False):
             pieces += [(own, True), (texts[mark][0], False)]
@@ -400,8 +405,8 @@ class PromptRenderer:
 
 
 def question_place(messages: Sequence[Message]) -> int:
-    """Which message is the user's last one, which asks."""
-    return max(place for place, message in enumerate(messages) if message.role == "user")
+    """Which message is the user's last one, which asks; the number of messages where none is."""
+    return max((place for place, message in enumerate(messages) if message.role == "user"), default=len(messages))
 
 
 def _around_core(text: str, mark: str) -> str:

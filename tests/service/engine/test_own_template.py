@@ -10,6 +10,7 @@ from thinking import OPENED, QWEN3
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from cacheblend.base.errors import InputError
 from cacheblend.service.engine.prompt import Message, PromptRenderer
 
 CHATML = (
@@ -86,6 +87,23 @@ def test_prompts_are_the_templates(template: str) -> None:
         assert made.decode(prompt.token_ids) == rendered, chat
         ids = made(rendered, add_special_tokens=False)["input_ids"]
         assert (list(prompt.token_ids) == ids) is (chat != (CONTROL_TEXT,)), chat
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_chat_without_the_user(name: str) -> None:
+    """A system message alone is answered by a template that renders it, and by none; chunks need a question."""
+    made, turns = tokenizer(TEMPLATES[name]), [Message("system", f" {CONTROL_TEXT}\n")]
+    rendered = made.apply_chat_template([turns[0].turn(turns[0].content)], tokenize=False, add_generation_prompt=True)
+    renderer = PromptRenderer(made, "Read.\n")
+    if name in ("gemma", "mistral"):
+        with pytest.raises(InputError, match="does not take these turns"):
+            renderer.chat(turns, with_chunks=False)
+    else:
+        assert made.decode(renderer.chat(turns, with_chunks=False).token_ids) == rendered
+    plain = PromptRenderer(made, "Read.\n", chat=False).chat(turns, with_chunks=False)
+    assert made.decode(plain.token_ids) == f"<s>{CONTROL_TEXT}\n\nAnswer:"
+    with pytest.raises(InputError, match="before which the chunks stand"):
+        renderer.chat(turns, with_chunks=True)
 
 
 def test_tools() -> None:

@@ -211,6 +211,15 @@ def test_turns_that_come_back(client: httpx.Client, turn: dict[str, Any], same_a
     assert prompt_tokens(turn) == prompt_tokens(same_as or {"role": "assistant", "content": "Nothing."})
 
 
+def test_system_messages(openai_client: openai.OpenAI) -> None:
+    """A chat may end with one, over the chunks of the user's question, or be nothing else, and then nothing is searched."""
+    for role in ("system", "developer"):
+        brief: Any = {"role": role, "content": "Name a keyword."}
+        for messages, num_chunks in (([brief], 0), ([*MESSAGES, brief], 6)):
+            answer = openai_client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1)
+            assert answer.cacheblend["num_chunks"] == num_chunks
+
+
 def test_several_prompts(engine: Engine, openai_client: openai.OpenAI) -> None:
     """Texts and token ids in one request have the answers that each has by itself, in their order; ids are the very prompt."""
     texts = ["for x in", "while", "The else clause of"]

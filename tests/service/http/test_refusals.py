@@ -107,7 +107,7 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
         messages({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
         "messages.0.content.0.type: this service reads only text; leave the part out",
     ),
-    (messages(USER, {"role": "system", "content": "x"}), "user's question"),
+    ({**messages({"role": "system", "content": "x"}), "num_chunks": 1}, "messages: one must be the user's"),
     (messages(USER, {"role": "assistant", "content": "x"}), "user's question"),
     (messages({**USER, "tool_calls": [{}]}), "messages.0.tool_calls.0.id: is missing"),
     (messages({**USER, "tool_calls": [CALL]}), "messages.0: tool_calls: are only the assistant's"),

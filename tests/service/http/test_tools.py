@@ -180,7 +180,7 @@ def test_what_is_refused(client: openai.OpenAI) -> None:
     for options, message in (
         ({"tools": [TIME], "tool_choice": named}, "tool_choice: 'other' is none of the tools"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]}, "messages: the last one"),
-        ({"messages": [RESULT]}, "messages: one must be the user's"),
+        ({"messages": [RESULT], "documents": [{"text": "x"}]}, "messages: one must be the user's"),
     ):
         body = {"messages": [USER], "max_tokens": 1, **options}
         response = httpx.post(f"{client.base_url}chat/completions", json=body, timeout=60)
