@@ -54,7 +54,7 @@ class Document:
 
     Args:
         id: the caller's name for it, without control characters, at most `MAX_ID_BYTES`; adding the same id again replaces it.
-        title: may be empty, at most `MAX_TITLE_CHARACTERS`; stands in front of the first chunk only.
+        title: may be empty, at most `MAX_TITLE_CHARACTERS`; stands in front of the first chunk only, see `title_line`.
         text: must hold more than white space.
         metadata: see `read_metadata`; what a filter looks at, and no part of the text.
 
@@ -122,7 +122,14 @@ class Document:
     @property
     def content(self) -> str:
         """The text that is split into chunks: the title's line, then the text."""
-        return f"{self.title}\n{self.text}" if self.title else self.text
+        return title_line(self.title, self.text) + self.text
+
+
+def title_line(title: str, text: str) -> str:
+    """The line before a text, or before its first chunk: the title; empty if the text begins with it as a heading."""
+    found = _LINE.match(text.lstrip())
+    heading = _CLOSING.sub("", (found["heading"] or "").rstrip()) if found else ""
+    return f"{title}\n" if title and heading.casefold().split() != title.casefold().split() else ""
 
 
 def content_hash(title: str, text: str) -> str:
@@ -226,12 +233,13 @@ def chunk_places(document_id: str, title: str, texts: Sequence[str]) -> Iterator
 
     Args:
         document_id: says by its suffix what kind of file it is of; a URL is of a page that was converted.
-        title: stands in the first chunk's text, and not in the file.
+        title: its line, see `title_line`, stands in the first chunk's text, and not in the file.
         texts: of all its chunks, in order; the heads of tables that they repeat are no lines of the file.
     """
-    suffix, table = _suffix(document_id), TableHead(document_id, title)
+    front = title_line(title, "".join(texts[:1]))
+    suffix, table = _suffix(document_id), TableHead(document_id, front)
     has_lines = not CONVERTED_SUFFIXES.fullmatch(suffix)
-    line = 1 - (title.count("\n") + 1 if title else 0)
+    line = 1 - front.count("\n")
     headings_above: Iterable[tuple[str, ...]] = repeat(())
     if suffix in MARKDOWN_SUFFIXES or CONVERTED_SUFFIXES.fullmatch(suffix):
         headings_above = _headings_above(texts)
@@ -296,10 +304,15 @@ def file_of(document_id: str) -> str:
 
 
 class TableHead:
-    """The head of the table that a document's next chunk begins in, which the chunk repeats; empty outside of tables."""
+    """The head of the table that a document's next chunk begins in, which the chunk repeats; empty outside of tables.
+
+    Args:
+        document_id: says by its suffix what kind of file it is of.
+        title: the line in front of the first chunk's text, see `title_line`.
+    """
 
     def __init__(self, document_id: str, title: str) -> None:
-        self._is_csv, self._title_characters = _suffix(document_id) in CSV_SUFFIXES, len(title) + 1 if title else 0
+        self._is_csv, self._title_characters = _suffix(document_id) in CSV_SUFFIXES, len(title)
         self.head = ""
 
     def all_of(self, content: str) -> set[str]:

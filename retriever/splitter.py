@@ -16,7 +16,7 @@ from cacheblend.base.errors import InputError, RetrieverError
 from cacheblend.base.threads import Check
 
 from .config import SEPARATOR, RetrieverConfig
-from .document import Chunk, Document, TableHead
+from .document import Chunk, Document, TableHead, title_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -216,7 +216,7 @@ class Splitter:
             if self._separator_tokens < len(ids) <= max_tokens:  # one chunk, tokenised once, as a request's passage usually is
                 return [Chunk(document.id, document.version, 0, document.title, content, ids)]
         check()
-        table = TableHead(document.id, document.title)
+        table = TableHead(document.id, title_line(document.title, content))
         sizes = {head: len(self._tokenizer.ids(head)) for head in table.all_of(content) if len(head) <= len(content) // 2}
         short = {head: size for head, size in sizes.items() if size <= max_tokens // 4}
         max_tokens -= max(short.values(), default=0)

@@ -24,6 +24,25 @@ def places(text: str, id_: str = "guide.md", title: str = "", **options: object)
     return texts, list(chunk_places(id_, title, texts))
 
 
+@pytest.mark.parametrize(
+    ("title", "text", "has_line"),
+    [
+        ("Guide", GUIDE, False),
+        (" the  GUIDE", "\n\n### The Guide ###\r\nx", False),
+        ("Guide", f"Guide to it\n\n{GUIDE}", True),
+        ("Guide", "#Guide\n", True),
+        ("# Guide", GUIDE, True),
+        ("", GUIDE, False),
+    ],
+)
+def test_a_title_stands_once(title: str, text: str, *, has_line: bool) -> None:
+    """A title is no line before a text that begins with it as a heading; lines are the file's either way."""
+    chunks, found = places(text, title=title)
+    assert "".join(chunks) == (f"{title}\n{text}" if has_line else text)
+    assert found[-1].lines is not None
+    assert found[-1].lines[1] == text.rstrip().count("\n") + 1
+
+
 @settings(deadline=None)
 @given(
     text=st.text(st.sampled_from("ab .\n"), min_size=1, max_size=400).filter(str.strip),
