@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +44,9 @@ matcher.is_error() or matcher.compute_bitmask()
 """
 _trials = threading.Lock()
 # Models that are asked for JSON may go on with white space for ever.
-JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n {0,8})"}
-ANY_OBJECT: dict[str, Any] = {"type": "object"}
+JSON_OPTIONS: dict[str, Any] = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n {0,8})"}
+LENIENT = {"lenient": True}  # of a schema's "x-guidance": the compiler leaves out keywords that it cannot enforce
+LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")  # in a pattern, what it cannot enforce; it leaves no patterns out
 
 
 class Grammar:
@@ -92,13 +93,11 @@ class GrammarCompiler:
         self._vocabulary: Any = None
         self.words = int(model.config.get_text_config().vocab_size)
 
-    def json(
-        self, schema: Mapping[str, Any] = ANY_OBJECT, field: str = "response_format", thoughts: Thoughts | None = None
-    ) -> Grammar:
-        """Compile a schema, and compute the mask of the first token: a bad schema costs its own request's thread.
+    def json(self, *schemas: Mapping[str, Any], field: str = "response_format", thoughts: Thoughts | None = None) -> Grammar:
+        """Compile schemas, and compute the mask of the first token: a bad schema costs its own request's thread.
 
         Args:
-            schema: of the JSON.
+            schemas: the JSON has one of them; without any it is an object.
             field: of the request, for messages.
             thoughts: that come before the JSON.
 
@@ -108,10 +107,11 @@ class GrammarCompiler:
         """
         with needs_extra("structured"):
             import llguidance
-        text = json.dumps(schema)
+        schemas = schemas or ({"type": "object"},)
+        text = json.dumps(schemas)
         if len(text) > MAX_SCHEMA_CHARACTERS:
             raise InputError(f"{field}: a schema has at most {MAX_SCHEMA_CHARACTERS} characters; make it simpler")
-        if is_deeper(schema, MAX_SCHEMA_DEPTH):
+        if any(is_deeper(schema, MAX_SCHEMA_DEPTH) for schema in schemas):
             raise InputError(f"{field}: a schema is at most {MAX_SCHEMA_DEPTH} levels deep; make it simpler")
 
         def bound(number: str) -> None:
@@ -119,24 +119,21 @@ class GrammarCompiler:
                 raise InputError(f"{field}: a number of a schema is at most 10**18; leave {number[:40]} out of it")
 
         json.loads(text, parse_int=bound, parse_float=bound)
-        patterns = list(patterns_of(schema))
+        patterns = list(patterns_of([*schemas]))
         # The length first: to read a long pattern costs more than its length.
         if sum(map(len, patterns)) > MAX_PATTERN_CHARACTERS or sum(map(written_out, patterns)) > MAX_PATTERN_CHARACTERS:
             raise InputError(f"{field}: a pattern repeats too much ({MAX_PATTERN_CHARACTERS} characters in all); simplify it")
         limits, vocabulary = llguidance.LLParserLimits(verbose_errors=False, **GRAMMAR_LIMITS), self._read_vocabulary()
-        try:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
-        except ValueError as error:  # such as NaN, numbers above 1e308, and halves of characters
-            why = "it has a number or a text that JSON cannot have"
-            raise InputError(f"{field}: this schema cannot be read ({why}: {error}); leave that out of it") from None
+        ways = [{**one, "x-guidance": {**JSON_OPTIONS, "lenient": one.get("x-guidance") == LENIENT}} for one in schemas]
+        answer = "answer: " + " | ".join(f"%json {json.dumps(way)}" for way in ways)
+        grammar = llguidance.LLMatcher.grammar_from_lark(f"start: answer\n{answer}")
         if not is_bounded(grammar):
             raise InputError(f"{field}: this schema takes more than {TRIAL_S} s of a processor to compile; make it simpler")
         if thoughts is not None and (before := thoughts.grammar(vocabulary.is_special_token)):
-            lark = f"{before}answer: %json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
-            grammar = llguidance.LLMatcher.grammar_from_lark(lark)
+            grammar = llguidance.LLMatcher.grammar_from_lark(before + answer)
         matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         if matcher.is_error():
-            why = matcher.get_error().strip().partition("\n")[0][:200]
+            why = matcher.get_error().strip().partition("\n")[0].rpartition("JSON schema: ")[2][:200]
             raise InputError(f"{field}: this schema cannot be enforced ({why}); leave that out of it")
         made = Grammar(matcher, field)
         made.mask(made.matcher())
@@ -166,25 +163,31 @@ def is_bounded(grammar: str) -> bool:
     return done.returncode == 0
 
 
-def call_schema(functions: Sequence[tuple[str, Mapping[str, Any] | None]]) -> dict[str, Any]:
-    """The JSON schema of a call of one of the functions, from their names and their arguments' schemas, None for none."""
-    calls = []
-    for place, (name, parameters) in enumerate(functions):
-        arguments = {"type": "object", "additionalProperties": False} if parameters is None else parameters
-        properties = {"name": {"const": name}, "arguments": moved_schema(arguments, f"#/anyOf/{place}/properties/arguments")}
-        calls.append({"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False})
-    return {"anyOf": calls}
+def call_schema(name: str, parameters: Mapping[str, Any] | None, *, is_strict: bool) -> dict[str, Any]:
+    """The JSON schema of a function's call; one that is not strict is not held to what the compiler cannot enforce.
+
+    Args:
+        name: of the function.
+        parameters: the schema of its arguments; None for a function without any.
+        is_strict: whether such a schema is refused, by `GrammarCompiler.json`.
+    """
+    arguments = {"type": "object", "additionalProperties": False} if parameters is None else parameters
+    properties = {"name": {"const": name}, "arguments": _as_arguments(arguments, is_strict)}
+    call = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return call if is_strict else {**call, "x-guidance": LENIENT}
 
 
-def moved_schema(schema: Any, place: str) -> Any:
-    """A schema as a part of another one: what its references name begins at its place there."""
+def _as_arguments(schema: Any, is_strict: bool) -> Any:
+    """A schema of arguments as a part of a call's: what its references name begins at its place there."""
     if isinstance(schema, list):
-        return [moved_schema(part, place) for part in schema]
+        return [_as_arguments(part, is_strict) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    moved = {key: moved_schema(value, place) for key, value in schema.items()}
+    moved = {key: _as_arguments(value, is_strict) for key, value in schema.items()}
     if isinstance(to := schema.get("$ref"), str) and to.startswith("#"):
-        moved["$ref"] = place + to[1:]
+        moved["$ref"] = "#/properties/arguments" + to[1:]
+    if not is_strict and isinstance(pattern := schema.get("pattern"), str) and LOOKS_AROUND.search(pattern):
+        del moved["pattern"]
     return moved
 
 

@@ -342,7 +342,8 @@ class PromptRenderer:
             else:
                 turns.append(self._turn(message, texts))
         # 2. What the template puts around them; it may drop thoughts.
-        rendered = self._render(turns, self._quoted(tools, texts), template_kwargs)
+        rendered = self.template.render(turns, self._quoted(tools, texts), template_kwargs or {})
+        check_characters(len(rendered), self._max_positions)
         marks = [mark for mark, (_, may_go) in texts.items() if mark in rendered or not may_go]
         marks.sort(key=rendered.find)  # Mistral's has the system message in the last turn
         between = _around(rendered, marks)
@@ -385,13 +386,6 @@ class PromptRenderer:
             return ids
         apart = (ids if is_own else self._ids(text) for ids, (text, is_own) in zip(own, pieces, strict=True))
         return tuple(chain.from_iterable(apart))
-
-    def _render(
-        self, turns: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any] | None
-    ) -> str:
-        rendered = self.template.render(turns, tools, template_kwargs or {})
-        check_characters(len(rendered), self._max_positions)
-        return rendered
 
     def _ids(self, text: str) -> tuple[int, ...]:
         self._check_tokens(text)

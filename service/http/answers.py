@@ -26,13 +26,17 @@ Call = Mapping[str, Any]  # in OpenAI's shape
 
 
 class TextChoice:
-    """One choice of a text completion; `token_bytes` has the bytes of a token's text."""
+    """One choice of a text completion; `token_bytes` has the bytes of a token's text, `decode` the text of token ids."""
 
     prefix = "cmpl"
     kind = piece_kind = "text_completion"
 
-    def __init__(self, index: int, body: ChatBody | CompletionBody, token_bytes: Callable[[int], bytes]) -> None:
+    def __init__(
+        self, index: int, body: ChatBody | CompletionBody, token_bytes: Callable[[int], bytes], decode: Callable[..., str]
+    ) -> None:
         self._index, self._streamed, self._token_bytes = index, body.stream, token_bytes
+        prompt = body.prompt[index // (body.n or 1)] if isinstance(body, CompletionBody) and body.echo else ""
+        self._echoed = prompt if isinstance(prompt, str) else decode(prompt)
         self._has_logprobs = body.returned_logprobs is not None
         names = [tool.function.name for tool in body.called_tools]
         is_forced = isinstance(body, ChatBody) and body.tool_choice not in (None, "none", "auto")
@@ -54,6 +58,7 @@ class TextChoice:
             reason = "tool_calls" if calls and not self._reader.is_cut else event.finish_reason
             stop_string = event.stop_string
             self._pending = self._pending if self._streamed else [*event.logprobs]
+        text = text if self._offset is not None else self._echoed + text
         logprobs = self.logprobs(self._pending, self._offset or 0) if self._has_logprobs else None
         choice = {"index": self._index, **self.content(text, calls, thoughts), "logprobs": logprobs, "finish_reason": reason}
         choice["stop_reason"] = stop_string  # as vLLM has it

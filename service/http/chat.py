@@ -7,7 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -50,16 +50,22 @@ async def chat(body: ChatBody, request: Request) -> Response:
 
 async def answer_chat(body: ChatBody, request: Request, generation: type[Generation]) -> Response:
     """The answer to a chat, in the words of a kind of `Generation`."""
+    return await _respond(body, request, await prepare_chat(body, request), partial(generation, choice_class=ChatChoice))
+
+
+async def prepare_chat(body: ChatBody, request: Request) -> list[PromptRequest]:
+    """A chat's one request with its prompt, chunks included."""
     _check_tools(body, request.state.engine.prompts)
     defaults = request.app.state.server.template_kwargs
-    return await _respond(body, request, partial(lay_out_chat, defaults=defaults), partial(generation, choice_class=ChatChoice))
+    return await _prepare(body, request, partial(lay_out_chat, defaults=defaults))
 
 
 @router.post("/v1/completions", responses=ANSWERS)
 async def completion(body: CompletionBody, request: Request) -> Response:
     """Continue a text, after the documents given or, with `num_chunks`, the chunks nearest it."""
     words = request.app.state.server.grammars.words
-    return await _respond(body, request, partial(lay_out_completion, words=words), partial(Generation, choice_class=TextChoice))
+    prepared = await _prepare(body, request, partial(lay_out_completion, words=words))
+    return await _respond(body, request, prepared, partial(Generation, choice_class=TextChoice))
 
 
 @router.post("/v1/chat/completions/explain")
@@ -138,17 +144,17 @@ def lay_out_completion(engine: Engine, body: CompletionBody, words: int) -> Iter
             "layout": engine.prompts.completion(prompt),
             "passages": () if body.num_chunks or body.documents else engine.find_passages([("user", text)]),
             "num_chunks": min(body.num_chunks or 0, engine.retriever.chunk_count),
-            "max_tokens": body.max_tokens,
+            "max_tokens": 1 if body.max_tokens == 0 else body.max_tokens,  # that one is left out of the answer
         }
 
 
 def sampling_of(body: Body, grammars: GrammarCompiler, thoughts: Thoughts | None = None) -> dict[str, Any]:
     """A body's options of `Sampling`, JSON after thoughts; refuses biases of no token and JSON that cannot be had."""
-    bias, words, asked = body.logit_bias or {}, grammars.words, body.answer_schema
+    bias, words, asked = body.logit_bias or {}, grammars.words, body.answer_schemas
     if wrong := [key for key in bias if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < words)]:
         raise refused("logit_bias", f"{wrong[0][:40]!a} is no token id of this model, which has {words}")
     try:
-        grammar = None if asked is None else grammars.json(asked[1], asked[0], thoughts)
+        grammar = None if asked is None else grammars.json(*asked[1], field=asked[0], thoughts=thoughts)
     except MissingExtraError as error:
         assert asked is not None
         raise refused(asked[0], "JSON needs the extra `structured` where the service runs; leave it out") from error
@@ -157,9 +163,9 @@ def sampling_of(body: Body, grammars: GrammarCompiler, thoughts: Thoughts | None
     return {**given, "logprobs": body.returned_logprobs, "grammar": grammar}
 
 
-async def _respond(
-    body: Body, request: Request, lay_out: Callable[[Engine, Any], Iterator[dict[str, Any]]], begin: Callable[..., Generation]
-) -> Response:
+async def _prepare(
+    body: Body, request: Request, lay_out: Callable[[Engine, Any], Iterator[dict[str, Any]]]
+) -> list[PromptRequest]:
     server: Server = request.app.state.server
     engine: Engine = request.state.engine
     # 1. Refuse what needs no work to be refused.
@@ -191,7 +197,12 @@ async def _respond(
             for layout in lay_out(engine, body)
         ]
 
-    prepared = await run_call(server.preparing, request, prepare)
+    return await run_call(server.preparing, request, prepare)
+
+
+async def _respond(
+    body: Body, request: Request, prepared: Sequence[PromptRequest], begin: Callable[..., Generation]
+) -> Response:
     # 3. Submit a request for each choice.
     generation = begin(request, prepared, body)
     try:
@@ -217,7 +228,8 @@ class Generation:
         self._head: dict[str, Any] = {"id": f"{choice_class.prefix}-{uuid.uuid4().hex}", "object": kind}
         self._head |= {"created": int(time.time()), "model": self._server.model_name}
         self._served = [one for first in prompts for one in (first, *(first.follow(index) for index in range(1, body.n or 1)))]
-        self._choices = [choice_class(index, body, self._server.token_bytes) for index in range(len(self._served))]
+        token_bytes, decode = self._server.token_bytes, prompts[0].engine.fusor.tokenizer.decode
+        self._choices = [choice_class(index, body, token_bytes, decode) for index in range(len(self._served))]
         for index, served in enumerate(self._served):
             served.deliver = partial(self._deliver, asyncio.get_running_loop(), index)
 
@@ -245,7 +257,7 @@ class Generation:
             raise late_error(deadline_s) from None
         if isinstance(event, Failed):
             raise event.error
-        return index, event
+        return index, event if self._body.max_tokens != 0 else _without_tokens(event)
 
     async def stream(self) -> Response:
         """The answer event by event, once the first one is there."""
@@ -322,6 +334,14 @@ class Generation:
         """Give up what has not ended."""
         for served in self._served:
             served.cancel()
+
+
+def _without_tokens(event: Piece | Done) -> Piece | Done:
+    """The event of an answer that has none."""
+    if isinstance(event, Piece):
+        return replace(event, text="", logprob=None)
+    answer = replace(event.answer, text="", token_ids=[])
+    return replace(event, answer=answer, finish_reason="length", stop_string=None, last_text="", logprobs=())
 
 
 def server_event(value: Mapping[str, Any]) -> str:

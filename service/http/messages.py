@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from cacheblend.service.engine.decoding import Piece
 from cacheblend.service.engine.request import Done
 
-from .chat import ANSWERS, Generation, answer_chat, server_event
+from .chat import ANSWERS, Generation, answer_chat, prepare_chat, server_event
 from .guard import JsonRoute
 from .schemas import OF_CLIENTS, ChatBody, Content, MessageBody, StopStrings, TokenLimit
 
@@ -35,6 +35,12 @@ class MessagesBody(ChatBody):
         if self.system:
             self.messages.insert(0, MessageBody(role="system", content=self.system))
         return self
+
+
+class CountBody(MessagesBody):
+    """`POST /v1/messages/count_tokens`."""
+
+    max_tokens: TokenLimit = None
 
 
 class MessageGeneration(Generation):
@@ -74,6 +80,13 @@ class MessageGeneration(Generation):
 async def messages(body: MessagesBody, request: Request) -> Response:
     """Answer as `/v1/chat/completions` does, for clients of Anthropic's API."""
     return await answer_chat(body, request, MessageGeneration)
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(body: CountBody, request: Request) -> dict[str, int]:
+    """Count the tokens of the prompt that `/v1/messages` would answer, chunks included."""
+    (prepared,) = await prepare_chat(body, request)
+    return {"input_tokens": len(prepared.prompt)}
 
 
 def _texts(message: Mapping[str, Any]) -> list[tuple[str, str]]:

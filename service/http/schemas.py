@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from cacheblend.retriever.metadata import MetadataFilter, read_metadata
-from cacheblend.service.engine.grammar import ANY_OBJECT, call_schema, is_deeper, moved_schema
+from cacheblend.service.engine.grammar import call_schema, is_deeper
 from cacheblend.service.engine.prompt import Message
 
 logger = logging.getLogger(__name__)
@@ -32,10 +32,11 @@ MAX_TOOL_CHARACTERS = 2**16  # of all tools of a request as JSON, and of one cal
 MAX_TOOL_DEPTH = 32  # levels of the same
 TAGS = TEXT_TAG, OBJECT_TAG = "<text>", "<object>"  # which part of a union a value is read as; no names of fields
 Schema = dict[str, Any]  # a JSON schema
+_Json = TypeVar("_Json")
 
 
-def check_bounds(value: Any) -> None:
-    """Raise ValueError for JSON that is too long or too deep, or has text that is no Unicode or a number that is not finite."""
+def check_bounds(value: _Json) -> _Json:
+    """The value; a ValueError if it is too long or too deep, or has text that is no Unicode or a number that is not finite."""
     if is_deeper(value, MAX_TOOL_DEPTH):
         raise ValueError(f"is more than {MAX_TOOL_DEPTH} levels deep; make it simpler")
     try:
@@ -45,6 +46,7 @@ def check_bounds(value: Any) -> None:
         raise ValueError("has NaN, a number beyond 1e308, or half a character, which JSON has not; leave it out") from None
     if len(text) > MAX_TOOL_CHARACTERS:
         raise ValueError(f"has more than {MAX_TOOL_CHARACTERS} characters as JSON; make it shorter")
+    return value
 
 
 def read_arguments(text: Any) -> dict[str, Any]:
@@ -55,15 +57,13 @@ def read_arguments(text: Any) -> dict[str, Any]:
         value = None
     if not isinstance(value, dict):
         raise ValueError(f"must be the JSON of an object, as the service gave it, of at most {MAX_TOOL_CHARACTERS} characters")
-    check_bounds(value)
-    return value
+    return check_bounds(value)
 
 
 def read_earlier_arguments(given: Any) -> dict[str, Any] | str:
     """The arguments of a call in a conversation: an object, or the text of what a model has written in place of one."""
     if given == "" or isinstance(given, dict):
-        check_bounds(given or {})
-        return given or {}
+        return check_bounds(given or {})
     try:
         return read_arguments(given)
     except ValueError:
@@ -91,6 +91,11 @@ def _as_part(part: Any) -> Any:
         case {"type": "thinking", "thinking": str() as text}:
             return {"type": "thinking", "text": text}
     return part
+
+
+def _no_limit(given: Any) -> Any:
+    """None for -1, which is no limit of the request's own, as llama.cpp and LM Studio have it."""
+    return None if given == -1 else given
 
 
 def _number_as_text(given: Any) -> Any:
@@ -126,11 +131,7 @@ Biases = Annotated[dict[str, Bias], BeforeValidator(_limit_biases)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenCount = Annotated[int, Field(ge=1)]
-# As llama.cpp and LM Studio have it, -1 is no limit of the request's own.
-TokenLimit = Annotated[
-    TokenCount | None,
-    BeforeValidator(lambda given: None if given == -1 else given, json_schema_input_type=TokenCount | Literal[-1] | None),
-]
+TokenLimit = Annotated[TokenCount | None, BeforeValidator(_no_limit, json_schema_input_type=TokenCount | Literal[-1] | None)]
 # Fields that are a text or a list are a list to us.
 Texts = Text | list[Text]
 ListOfTexts = BeforeValidator(_as_list, json_schema_input_type=Texts)
@@ -278,10 +279,11 @@ class MessageBody(StrictModel):
 class FunctionBody(StrictModel):
     """A function that the model may call; `parameters` is the JSON schema of its arguments."""
 
-    ignores_unknown = True  # `strict` too: where a call must come its arguments always have their schema
+    ignores_unknown = True
     name: FunctionName
     description: Text | None = None
     parameters: Schema | None = None
+    strict: Annotated[bool | None, Field(exclude=True)] = None  # templates write what is dumped
 
 
 class ToolBody(StrictModel):
@@ -315,17 +317,12 @@ class StreamOptions(StrictModel):
     include_usage: bool = False
 
 
-def _bounded(given: dict[str, Any]) -> dict[str, Any]:
-    check_bounds(given)
-    return given
-
-
 def _readable(given: dict[str, Any]) -> dict[str, Any]:
     MetadataFilter.of(given)
     return given
 
 
-TemplateKwargs = Annotated[dict[str, Any], Field(max_length=32), AfterValidator(_bounded)]
+TemplateKwargs = Annotated[dict[str, Any], Field(max_length=32), AfterValidator(check_bounds)]
 
 
 class JsonSchema(StrictModel):
@@ -417,12 +414,12 @@ class GenerationBody(StrictModel):
         return []
 
     @property
-    def answer_schema(self) -> tuple[str, Schema] | None:
-        """The field that asks for JSON, and the schema that the answer must have; None for an answer in any words."""
+    def answer_schemas(self) -> tuple[str, list[Schema]] | None:
+        """The field that asks for JSON, and the schemas of which it has one; None for an answer in any words."""
         form = self.response_format
         if form is None or form.type == "text":
             return None
-        return "response_format", ANY_OBJECT if form.json_schema is None else form.json_schema.schema_
+        return "response_format", [] if form.json_schema is None else [form.json_schema.schema_]
 
 
 def _beside_logprobs(top: int, info: ValidationInfo) -> int:
@@ -452,16 +449,14 @@ class ChatBody(GenerationBody):
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
-    def answer_schema(self) -> tuple[str, Schema] | None:
+    def answer_schemas(self) -> tuple[str, list[Schema]] | None:
         only = self.tool_choice.function.name if isinstance(self.tool_choice, ToolBody) else None
-        functions = [tool.function for tool in self.called_tools]
-        called = call_schema([(one.name, one.parameters) for one in functions if only in (None, one.name)])
+        functions = [tool.function for tool in self.called_tools if only in (None, tool.function.name)]
+        calls = [call_schema(one.name, one.parameters, is_strict=bool(one.strict)) for one in functions]
         if self.tool_choice not in (None, "none", "auto"):
-            return "tool_choice", called
-        if (held := super().answer_schema) is None or not functions:
-            return held
-        ways = called["anyOf"]  # a call, or an answer that has the schema
-        return held[0], {"anyOf": [*ways, moved_schema(held[1], f"#/anyOf/{len(ways)}")]}
+            return "tool_choice", calls
+        held = super().answer_schemas
+        return None if held is None else (held[0], [*calls, *held[1]])
 
     @property
     def returned_logprobs(self) -> int | None:
@@ -469,13 +464,23 @@ class ChatBody(GenerationBody):
         return self.top_logprobs or 0 if self.logprobs else None
 
 
+def _without_logprobs(echo: bool, info: ValidationInfo) -> bool:
+    if echo and info.data.get("logprobs") is not None:
+        raise ValueError("log-probabilities of the prompt's tokens are not computed; leave logprobs out, or echo")
+    return echo
+
+
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
     ignored = frozenset(f"{OF_CLIENTS} reasoning_effort".split())
     prompt: Prompts
-    max_tokens: TokenLimit = 16  # OpenAI's, and vLLM's
+    max_tokens: Annotated[
+        Annotated[int, Field(ge=0)] | None,
+        BeforeValidator(_no_limit, json_schema_input_type=Annotated[int, Field(ge=-1)] | None),
+    ] = 16  # OpenAI's, and vLLM's
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: Annotated[bool, AfterValidator(_without_logprobs)] = False
 
     @property
     def returned_logprobs(self) -> int | None:

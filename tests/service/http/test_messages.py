@@ -68,6 +68,16 @@ def test_a_chat(client: httpx.Client) -> None:
         assert streamed["usage"]["output_tokens"] == chat["usage"]["completion_tokens"]
 
 
+def test_count_tokens(client: httpx.Client) -> None:
+    """The count is that of the message's prompt, chunks and system included; nothing is answered."""
+    for change in ({}, {"system": "Be brief.", "num_chunks": 0}):
+        body = {**ASKED, **change}
+        usage = client.post("/v1/messages", json=body).json()["usage"]
+        counted = {name: value for name, value in body.items() if name != "max_tokens"}
+        tokens = usage["input_tokens"] + usage["cache_read_input_tokens"]
+        assert client.post("/v1/messages/count_tokens", json=counted).json() == {"input_tokens": tokens}
+
+
 def test_stop_sequences(client: httpx.Client) -> None:
     """The sequence that ended the answer is said."""
     text = client.post("/v1/messages", json=ASKED).json()["content"][0]["text"]

@@ -158,7 +158,7 @@ def test_limits_of_tokens(client: httpx.Client, path: str) -> None:
 
     def tokens(limit: object) -> int:
         response = client.post(path, json={**body, "max_tokens": limit, "logit_bias": {"1": -100}})
-        assert response.status_code == (200 if limit in (4, -1) else 400), response.text
+        assert response.status_code == (200 if limit in (4, -1) or (path, limit) == (TEXTS, 0) else 400), response.text
         if response.status_code == 400:
             assert response.json()["error"]["message"].startswith("max_tokens: must be")
         usage = response.json().get("usage", {})
@@ -249,6 +249,26 @@ def test_several_prompts(engine: Engine, openai_client: openai.OpenAI) -> None:
     over = {"documents": [{"text": "A loop."}]}
     first, second = complete([texts[0], ids[0]], extra_body=over).choices
     assert first.text == second.text
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_echo(engine: Engine, openai_client: openai.OpenAI, n: int) -> None:
+    """The prompt's text comes before each choice's, of token ids too, whole and streamed; 0 tokens are none."""
+    text = "The else clause of"
+    ids = engine.fusor.tokenizer(text)["input_ids"]
+    decoded, create = engine.fusor.tokenizer.decode(ids), openai_client.completions.create
+    said = create(model=MODEL, prompt=text, max_tokens=4).choices[0].text
+    for prompts, echoed, max_tokens in (([text, ids], [text, decoded], 4), ([text], [text], 0), ([text], [""], 0)):
+        asked: Any = {"model": MODEL, "prompt": prompts, "echo": echoed != [""], "max_tokens": max_tokens, "n": n}
+        expected = [one + said * bool(max_tokens) for one in echoed for _ in range(n)]
+        whole = create(**asked)
+        assert [choice.text for choice in whole.choices] == expected
+        assert whole.usage.completion_tokens == max_tokens * len(expected)
+        assert {choice.finish_reason for choice in whole.choices} == {"length"}
+        streamed = [""] * len(expected)
+        for piece in create(**asked, stream=True):
+            streamed[piece.choices[0].index] += piece.choices[0].text
+        assert streamed == expected
 
 
 def test_embeddings(engine: Engine, openai_client: openai.OpenAI) -> None:

@@ -34,6 +34,7 @@ def test_no_request_breaks_it(engine: Engine) -> None:
             "CompletionBody",
             "EmbeddingsBody",
             "MessagesBody",
+            "CountBody",
         ):  # nothing else comes further than the model's name
             described["components"]["schemas"][body]["properties"]["model"] = {"type": "string", "enum": [MODEL]}
         schema = schemathesis.openapi.from_dict(described)

@@ -129,6 +129,27 @@ def test_a_call_that_must_come(client: openai.OpenAI) -> None:
     assert (short.finish_reason, short.message.tool_calls) == ("length", None)
 
 
+def test_what_cannot_be_enforced(client: openai.OpenAI) -> None:
+    """Keywords without a grammar are left out of tools' schemas, refused in strict ones and in a response format."""
+    pytest.importorskip("llguidance")
+    texts = {"type": "array", "uniqueItems": True, "items": {"$ref": "#/$defs/text"}, "maxItems": 1}
+    text = {"type": "string", "pattern": "^(?!x)y", "not": {"const": "z"}, "maxLength": 3}
+    schema = {"type": "object", "properties": {"a": texts}, "required": ["a"], "additionalProperties": False}
+    schema["$defs"] = {"text": text}
+    tool, strict = (
+        {"type": "function", "function": {"name": "f", "parameters": schema, "strict": is_strict}}
+        for is_strict in (False, True)
+    )
+    (call,) = ask(client, tools=[tool], tool_choice="required").choices[0].message.tool_calls
+    (a,) = json.loads(call.function.arguments)["a"] or [""]
+    assert len(a) <= 3
+    ask(client, tools=[tool], response_format={"type": "json_object"}, max_tokens=1)
+    form = {"type": "json_schema", "json_schema": {"name": "m", "schema": schema}}
+    for options in ({"tools": [strict], "tool_choice": "required"}, {"tools": [tool], "response_format": form}):
+        with pytest.raises(openai.BadRequestError, match="cannot be enforced"):
+            ask(client, **options)
+
+
 def test_a_call_or_json(client: openai.OpenAI) -> None:
     """With a response format beside tools the answer is a call or has the schema, whose references hold."""
     pytest.importorskip("llguidance")
