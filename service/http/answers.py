@@ -38,7 +38,7 @@ class TextChoice:
         prompt = body.prompt[index // (body.n or 1)] if isinstance(body, CompletionBody) and body.echo else ""
         self._echoed = prompt if isinstance(prompt, str) else decode(prompt)
         self._has_logprobs = body.returned_logprobs is not None
-        names = [tool.function.name for tool in body.called_tools]
+        names = [tool.function.name for tool in body.called_tools] if isinstance(body, ChatBody) else []
         is_forced = isinstance(body, ChatBody) and body.tool_choice not in (None, "none", "auto")
         self._reader = CallReader(names, 1 if body.parallel_tool_calls is False else None, is_forced=is_forced)
         self._pending: list[TokenLogprob] = []  # of tokens whose text is held back

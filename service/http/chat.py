@@ -325,10 +325,9 @@ class Generation:
         return reports if len(reports) > 1 else reports[0]
 
     def _usage(self, done: Mapping[int, Done]) -> dict[str, Any]:
-        if self._served[0].asked.thoughts is None:
-            return usage(done, self._body.n or 1)
-        count = self._served[0].engine.prompts.text_ids
-        return usage(done, self._body.n or 1, sum(len(count(each.answer.thoughts)) for each in done.values()))
+        count, has_thoughts = self._served[0].engine.prompts.text_ids, self._served[0].asked.thoughts is not None
+        tokens = sum(len(count(each.answer.thoughts)) for each in done.values()) if has_thoughts else None
+        return usage(done, self._body.n or 1, tokens)
 
     def cancel(self) -> None:
         """Give up what has not ended."""

@@ -6,7 +6,7 @@ import asyncio
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace as replaced
 from functools import partial
@@ -85,7 +85,12 @@ async def ingest(request: Request, wait: bool = False) -> Response:
         return await _upload(request, await _read_files(request), wait=wait)
     body = await read_json(request, IngestBody)
     request.app.state.server.check_count(body.documents)
-    return await _upload(request, await _of_documents(request, body.documents), wait=wait)
+    engine: Engine = request.state.engine
+    given = (Document.of(one.model_dump()) for one in body.documents)
+    documents = await run_in_threadpool(lambda: list(with_one_text(given)))  # what cannot be used is a 400, and no job
+    parts: dict[str, Work] = {documents[0].id: lambda progress: engine.ingest(documents, progress)}
+    nbytes = sum(len(document.text) for document in documents)
+    return await _upload(request, Ingest(request.state.tenant, parts, nbytes), wait=wait)
 
 
 @router.get("/v1/documents")
@@ -141,14 +146,6 @@ async def _known(request: Request, call: Callable[[Engine], _Result]) -> _Result
 
 def _body(status: DocumentStatus) -> dict[str, Any]:
     return {"object": "document", **status.as_dict()}
-
-
-async def _of_documents(request: Request, bodies: Sequence[IngestedBody]) -> Ingest:
-    engine: Engine = request.state.engine
-    given = (Document.of(body.model_dump()) for body in bodies)
-    documents = await run_in_threadpool(lambda: list(with_one_text(given)))  # what cannot be used is a 400, and no job
-    nbytes = sum(len(document.text) for document in documents)
-    return Ingest(request.state.tenant, {documents[0].id: lambda progress: engine.ingest(documents, progress)}, nbytes)
 
 
 async def _read_files(request: Request) -> Ingest:

@@ -126,8 +126,7 @@ Text = Annotated[str, StringConstraints(min_length=0)]
 Name = Annotated[Text, StringConstraints(max_length=256)]
 CallId = Annotated[Name, StringConstraints(min_length=1)]
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-Bias = Annotated[float, Field(ge=-100, le=100)]
-Biases = Annotated[dict[str, Bias], BeforeValidator(_limit_biases)]
+Biases = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_limit_biases)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenCount = Annotated[int, Field(ge=1)]
@@ -141,11 +140,10 @@ Prompt = Annotated[
     Annotated[Text, Tag(TEXT_TAG)] | Annotated[TokenIds, Tag(OBJECT_TAG)],
     Discriminator(lambda value: OBJECT_TAG if isinstance(value, list) else TEXT_TAG),
 ]
-PromptInput = Text | TokenIds | list[Text | TokenIds]
 Prompts = Annotated[
     list[Prompt],
     Field(min_length=1, max_length=2048, fail_fast=True),
-    BeforeValidator(_as_list, json_schema_input_type=PromptInput),
+    BeforeValidator(_as_list, json_schema_input_type=Text | TokenIds | list[Text | TokenIds]),
 ]
 InputTexts = Annotated[list[Text], Field(min_length=1, max_length=2048, fail_fast=True)]  # as many as OpenAI takes
 Inputs = Annotated[InputTexts, BeforeValidator(_without_token_ids), ListOfTexts]
@@ -188,10 +186,15 @@ class StrictModel(BaseModel):
         return kept
 
 
-class DocumentBody(StrictModel):
-    """A document of a chat; other keys, which chat templates ignore, change nothing."""
+class LenientModel(StrictModel):
+    """Fields that are not known change nothing."""
 
     ignores_unknown = True
+
+
+class DocumentBody(LenientModel):
+    """A document of a chat; other keys, which chat templates ignore, change nothing."""
+
     id: Annotated[Text | None, BeforeValidator(_number_as_text)] = None
     title: Text | None = None
     text: Text
@@ -204,40 +207,35 @@ class IngestedBody(DocumentBody):
     metadata: Annotated[dict[str, Any], AfterValidator(read_metadata)] | None = None
 
 
-class TextPart(StrictModel):
+class TextPart(LenientModel):
     """A part of a message; only text is accepted, and thoughts of an earlier answer."""
 
-    ignores_unknown = True
     type: Literal["text", "thinking"]
     text: Text
 
 
-ContentInput = Text | list[TextPart]
 Parts = Annotated[list[TextPart], Field(max_length=1000, fail_fast=True)]
-Content = Annotated[Parts, BeforeValidator(_as_parts, json_schema_input_type=ContentInput)]
+Content = Annotated[Parts, BeforeValidator(_as_parts, json_schema_input_type=Text | list[TextPart])]
 
 
-class CalledFunction(StrictModel):
+class CalledFunction(LenientModel):
     """Function that is called; the arguments are JSON in a text."""
 
-    ignores_unknown = True
     name: FunctionName
     arguments: Annotated[dict[str, Any] | Text, BeforeValidator(read_earlier_arguments, json_schema_input_type=str)] = {}
 
 
-class CallBody(StrictModel):
+class CallBody(LenientModel):
     """A call of an earlier answer, which comes back in the conversation; dumped, it is as chat templates have it."""
 
-    ignores_unknown = True
     id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class MessageBody(StrictModel):
+class MessageBody(LenientModel):
     """One turn of a chat; clients send back what other services and libraries have added to an answer."""
 
-    ignores_unknown = True
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: Annotated[list[CallBody], Field(max_length=32, fail_fast=True)] | None = None
     tool_call_id: CallId | None = None
@@ -276,20 +274,18 @@ class MessageBody(StrictModel):
         )
 
 
-class FunctionBody(StrictModel):
+class FunctionBody(LenientModel):
     """A function that the model may call; `parameters` is the JSON schema of its arguments."""
 
-    ignores_unknown = True
     name: FunctionName
     description: Text | None = None
     parameters: Schema | None = None
     strict: Annotated[bool | None, Field(exclude=True)] = None  # templates write what is dumped
 
 
-class ToolBody(StrictModel):
+class ToolBody(LenientModel):
     """A tool; only functions are accepted. Dumped without None it is as chat templates have it."""
 
-    ignores_unknown = True
     type: Literal["function"]
     function: FunctionBody
 
@@ -302,7 +298,6 @@ def _differ(tools: list[ToolBody]) -> list[ToolBody]:
     return tools
 
 
-Tools = Annotated[list[ToolBody], Field(fail_fast=True), AfterValidator(_differ)]
 # The discriminator says which of two forms a value has, so that an error speaks of that one.
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag(TEXT_TAG)] | Annotated[ToolBody, Tag(OBJECT_TAG)],
@@ -320,9 +315,6 @@ class StreamOptions(StrictModel):
 def _readable(given: dict[str, Any]) -> dict[str, Any]:
     MetadataFilter.of(given)
     return given
-
-
-TemplateKwargs = Annotated[dict[str, Any], Field(max_length=32), AfterValidator(check_bounds)]
 
 
 class JsonSchema(StrictModel):
@@ -409,11 +401,6 @@ class GenerationBody(StrictModel):
         return [document.model_dump() for document in self.documents or [] if document.text.strip()] or None
 
     @property
-    def called_tools(self) -> list[ToolBody]:
-        """The tools that the model may call."""
-        return []
-
-    @property
     def answer_schemas(self) -> tuple[str, list[Schema]] | None:
         """The field that asks for JSON, and the schemas of which it has one; None for an answer in any words."""
         form = self.response_format
@@ -436,16 +423,17 @@ class ChatBody(GenerationBody):
     max_completion_tokens: TokenLimit = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=20), AfterValidator(_beside_logprobs)] | None = None
-    tools: Tools | None = None
+    tools: Annotated[list[ToolBody], Field(fail_fast=True), AfterValidator(_differ)] | None = None
     tool_choice: ToolChoice | None = None  # without one "auto"
     function_call: Literal["none", "auto"] | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32), AfterValidator(check_bounds)] | None = None
     enable_thinking: bool | None = None  # one of those, as some services have it
     reasoning_effort: Name | None = None  # has an effect where the template knows it
     thinking: dict[str, Any] | None = None  # of type "disabled" it is an effort of "none"
 
     @property
     def called_tools(self) -> list[ToolBody]:
+        """The tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
@@ -487,10 +475,9 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
 
-class EmbeddingsBody(StrictModel):
+class EmbeddingsBody(LenientModel):
     """`POST /v1/embeddings`; fields for services that cut or choose models change nothing here."""
 
-    ignores_unknown = True
     model: str | None = None
     input: Inputs
     encoding_format: Literal["float", "base64"] | None = "float"
