@@ -140,7 +140,7 @@ class Catalog:
             self._settle(self._settings | {"dimensions": str(dimensions)}, fix=True)
             for entry in entries:
                 document = entry.document
-                replaced += bool(self._remove(document.id))
+                replaced += self._remove(document.id)
                 row = (document.id, document.version, document.title, len(entry.chunks))
                 self._sql(tables.INSERT_DOCUMENT, (*row, tables.row_checksum(*row)))
                 tables.insert_metadata(self._sql, document.id, document.version, document.metadata)
@@ -176,8 +176,8 @@ class Catalog:
             for key, value in settings.items():
                 self._set_meta(key, value)
 
-    def delete(self, *document_ids: str) -> int:
-        """Remove documents, all or none; returns how many chunks went with them. Remains in the file go by `erase`.
+    def delete(self, *document_ids: str) -> None:
+        """Remove documents with their chunks, all or none. Remains in the file go by `erase`.
 
         Raises:
             InputError: there is no such document.
@@ -185,14 +185,13 @@ class Catalog:
             StoreFullError: the disk is full, and what was reserved for removals was used up by earlier ones.
         """
 
-        def step() -> int:
+        def step() -> None:
             with self._write():
                 for document_id in document_ids:
-                    if self.version(document_id) is None:
+                    if not self._remove(document_id):
                         raise self._unknown(document_id)
-                return sum(map(self._remove, document_ids))
 
-        return self._with_reserve(step)
+        self._with_reserve(step)
 
     def erase(self) -> None:
         """Rewrite the file without what was removed, and empty its log; thread-safe, and reads go on meanwhile.
@@ -382,11 +381,9 @@ class Catalog:
 
     # The steps of both.
 
-    def _remove(self, document_id: str) -> int:
-        """Remove a document, if it is there; returns how many chunks went with it."""
-        [[chunks]] = self._sql("SELECT count(*) FROM chunks WHERE document_id = ?", (document_id,))
-        self._sql("DELETE FROM documents WHERE id = ?", (document_id,))
-        return int(chunks)
+    def _remove(self, document_id: str) -> bool:
+        """Remove a document and its chunks; whether it was there."""
+        return self._db.execute("DELETE FROM documents WHERE id = ?", (document_id,)).rowcount > 0
 
     @contextmanager
     def _write(self) -> Iterator[None]:

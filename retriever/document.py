@@ -240,9 +240,7 @@ def chunk_places(document_id: str, title: str, texts: Sequence[str]) -> Iterator
     suffix, table = _suffix(document_id), TableHead(document_id, front)
     has_lines = not CONVERTED_SUFFIXES.fullmatch(suffix)
     line = 1 - front.count("\n")
-    headings_above: Iterable[tuple[str, ...]] = repeat(())
-    if suffix in MARKDOWN_SUFFIXES or CONVERTED_SUFFIXES.fullmatch(suffix):
-        headings_above = _headings_above(texts)
+    headings_above = _headings_above(texts) if suffix in MARKDOWN_SUFFIXES or not has_lines else repeat(())
     for text, above in zip(texts, headings_above, strict=False):
         head = table.head
         table.follow(text)

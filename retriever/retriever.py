@@ -100,13 +100,12 @@ class Retriever(IndexedDocuments):
         """
         checked = _checked(documents)
         changed, new = self.changed(checked), list[Chunk]()
-        done, note = len(checked) - len(changed), on_progress or (lambda *_: None)
-        if done:
-            note(done, len(checked))
-        for embedded in self.embed(changed):
+        same, note = len(checked) - len(changed), on_progress or (lambda *_: None)
+        if same:
+            note(same, len(checked))
+        for done, embedded in enumerate(self.embed(changed), same + 1):
             self.put([embedded])
             new += embedded.chunks
-            done += 1
             note(done, len(checked))
         return new
 

@@ -206,6 +206,11 @@ class Catalog:
         self.database.check()
         return self._totals_are_wrong()
 
+    def count_unowned(self) -> int:
+        """How many entries are of no document."""
+        query = "SELECT count(*) FROM entries WHERE digest NOT IN (SELECT digest FROM document_chunks)"
+        return int(self.database.rows(query)[0][0])
+
     def count_anew(self, file_bytes: Iterable[tuple[int, str]] = ()) -> None:
         """Note the bytes of files, each before its digest, and count totals from the rows that they follow from."""
         with self.database.transaction() as transaction:

@@ -33,6 +33,7 @@ class VerifyReport:
 
     entries: int  # in the catalog
     bytes: int  # of their files
+    unowned: int  # of no document: texts that requests brought, or an ingest that was killed; the next one finds its own
     damaged: tuple[str, ...]  # the file is not what was written; repaired by setting it aside
     missing: tuple[str, ...]  # without a file; repaired by dropping the entry
     mismatched: tuple[str, ...]  # the catalog says something else than the file; repaired by what the file says
@@ -245,11 +246,11 @@ class NvmeTier:
             if (miscounted := self.catalog.is_miscounted()) and repair:
                 self.catalog.count_anew()
         total, _ = self.size()
-        entries = entry_bytes = 0
+        entries = nbytes = 0
         found: dict[str, list[str]] = {"damaged": [], "missing": [], "mismatched": [], "orphans": []}
         for row in self.catalog.entries():
             digest = row.key.digest
-            entries, entry_bytes = entries + 1, entry_bytes + row.bytes
+            entries, nbytes = entries + 1, nbytes + row.bytes
             if (diagnosis := self._diagnose(row)) and digest in self:
                 found[diagnosis].append(digest)
                 if repair and diagnosis == "mismatched":
@@ -265,7 +266,8 @@ class NvmeTier:
                     if repair:
                         self.adopt(path)
         digests = {kind: tuple(found_ones) for kind, found_ones in found.items()}
-        return VerifyReport(entries, entry_bytes, leftovers=leftovers, miscounted=miscounted, repaired=repair, **digests)
+        unowned = self.catalog.count_unowned()
+        return VerifyReport(entries, nbytes, unowned, leftovers=leftovers, miscounted=miscounted, repaired=repair, **digests)
 
     def _diagnose(self, row: CatalogEntry) -> str | None:
         path = self.folder.entry_path(row.key.digest)

@@ -49,6 +49,8 @@ def ask(
         cacheblend ask "Who founded the company?"
         cacheblend ask "Who founded the company?" --method full_recompute --json
     """
+    if not question.strip():
+        raise InputError("the question is empty; ask something")
     if not store_dir.is_dir():
         raise InputError(f"there is no store at {store_dir}; `cacheblend ingest` makes one, or name another with --store-dir")
     if method not in METHODS:

@@ -20,7 +20,7 @@ from rich.filesize import decimal
 from cacheblend.base.errors import InputError, StoreFullError
 from cacheblend.base.options import GIB
 from cacheblend.integrations.ray import RayConfig
-from cacheblend.retriever.index import IndexedDocuments
+from cacheblend.retriever.index import INDEX_FILE, IndexedDocuments
 from cacheblend.retriever.metadata import read_metadata
 from cacheblend.service.engine.config import INDEX_FOLDER, KV_FOLDER, EngineConfig, load_fusor, remember_settings
 from cacheblend.service.engine.document_sources import UNLISTED, DocumentStream, SourceReport, StreamSize, parse_json
@@ -121,7 +121,7 @@ def reindex(
         documents, chunk_tokens = index.documents(), int(index.setting("chunk_tokens") or 1)
     config = settings.make(EngineConfig, model=options.check_path(model), store_dir=store_dir, chunk_tokens=chunk_tokens)
     tokens = chunk_tokens * sum(document.chunks for document in documents)  # at most, about
-    config, fusor = _load(config, lambda _: tokens, yes=yes)
+    config, fusor = _load(config, lambda _: tokens, yes=yes, rewrites=True)
     with _resumable(), IngestProgress(StreamSize(len(documents))) as progress:
         from cacheblend.service.engine.engine import Engine
 
@@ -185,7 +185,7 @@ def _resumable(*, is_failure: bool = True) -> Iterator[None]:
 def _ingest(stream: DocumentStream, config: EngineConfig, folders: Sequence[str], *, yes: bool, prune: bool) -> IngestReport:
     """Ingest a stream, delete what it has no more, then follow the changes of folders, if there are any."""
     try:
-        size = _measured(stream)
+        size = _measured(stream, config)
     except InputError:
         if not folders:
             raise
@@ -203,14 +203,16 @@ def _ingest(stream: DocumentStream, config: EngineConfig, folders: Sequence[str]
         return report + _follow(engine, folders, stream.report) if folders else report
 
 
-def _load(config: EngineConfig, tokens: Callable[[Any], int | None], *, yes: bool) -> tuple[EngineConfig, Fusor]:
+def _load(
+    config: EngineConfig, tokens: Callable[[Any], int | None], *, yes: bool, rewrites: bool = False
+) -> tuple[EngineConfig, Fusor]:
     """Load the model, and agree on the disk for the KV of so many `tokens`, found by the tokenizer."""
     with terminal.shown_stages():
         fusor = load_fusor(config)
     if fusor.exact_reason is not None:
         terminal.note(f"only texts and index are stored: {fusor.exact_reason}")
     else:
-        _agree(config, fusor.decoder.geometry, tokens(fusor.tokenizer), yes=yes)
+        _agree(config, fusor.decoder.geometry, tokens(fusor.tokenizer), yes=yes, rewrites=rewrites)
     # Nobody reads here, and memory that is used again costs less than new.
     return replace(config, store=replace(config.store, ram_budget_bytes=1)), fusor
 
@@ -249,7 +251,7 @@ def _ingest_on_ray(
     from cacheblend.integrations.ray.ingest import ingest_on_ray  # Ray may not be installed
 
     # A URL is refused by the ingest, and not fetched before.
-    size = None if any("://" in source for source in sources) else _measured(stream)
+    size = None if any("://" in source for source in sources) else _measured(stream, config)
     stream.close()
     with terminal.shown_stages():
         from cacheblend.blend.loading import kv_geometry, load_tokenizer, read_config
@@ -266,11 +268,13 @@ def _ingest_on_ray(
     return report
 
 
-def _measured(stream: DocumentStream) -> StreamSize | None:
-    """Read all once; say what is left out, and how many documents there are."""
-    files = itertools.count()
+def _measured(stream: DocumentStream, config: EngineConfig | None = None) -> StreamSize | None:
+    """Read all once; say what is left out, and how many documents there are. With a config, those in its index are not new."""
+    files, known = itertools.count(), None
     with LiveLine() as line:
-        size = stream.measure(lambda file: line.show(f"reading: {next(files):,} files, now {file}"))
+        if config is not None and (folder := Path(config.store_dir, INDEX_FOLDER)).joinpath(INDEX_FILE).is_file():
+            known = line.enter_context(IndexedDocuments.open(folder)).version
+        size = stream.measure(lambda file: line.show(f"reading: {next(files):,} files, now {file}"), known)
     _print_skipped(stream.report)
     if size is not None and size.documents > (read := max(next(files), 1)):
         made = f"{counted(read, 'file')} read: {counted(size.documents, 'document')}"
@@ -288,14 +292,17 @@ def _print_skipped(report: SourceReport) -> None:
         terminal.note(f"{counted(len(report.faults), 'file')} cannot be used; listed at the end")
 
 
-def _agree(config: EngineConfig, geometry: KVGeometry, tokens: int | None, *, yes: bool) -> None:
-    """Print how much disk the KV of about `tokens` tokens needs, and ask where that is much; None if they are not known."""
+def _agree(config: EngineConfig, geometry: KVGeometry, tokens: int | None, *, yes: bool, rewrites: bool = False) -> None:
+    """Print how much disk the KV of about `tokens` new tokens needs, and ask where that is much; None if they are not known.
+
+    With `rewrites` they are those of all documents, and come in place of what is stored.
+    """
     folder, chunk_tokens = Path(config.store_dir), config.retriever.chunk_tokens
     token_bytes = stored_token_bytes(geometry, config.kv_cache_dtype, chunk_tokens)
     stored = sum(file.stat().st_size for file in (folder / KV_FOLDER).rglob("*") if file.is_file())
     above = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     room = min(config.store.nvme_budget_bytes, shutil.disk_usage(above).free + stored)
-    need = max(0.0, (tokens or 0) * token_bytes - stored)
+    need = max(0.0, (tokens or 0) * token_bytes - (stored if rewrites else 0))
     estimate = f"KV is {token_bytes / 1e3:.1f} kB a token ({config.kv_cache_dtype})"
     if tokens is not None:
         estimate += f": about {tokens:,} tokens, {decimal(int(need))} more in {folder}, which may hold {decimal(room)}"

@@ -81,7 +81,7 @@ def _print_found(report: VerifyReport, index: IndexReport | None) -> None:
         f"{counted(len(report.orphans), 'file')} without an entry, {report.leftovers} half written"
         f"{', totals miscounted' if report.miscounted else ''}"
     )
-    size = f"{counted(report.entries, 'entry')}, {counted(report.bytes, 'byte')}"
+    size = f"{counted(report.entries, 'entry')}, {report.unowned} of no document, {counted(report.bytes, 'byte')}"
     terminal.print_line(f"{size}: {'none damaged' if report.ok else found}")
     if index is None:
         return
@@ -110,10 +110,7 @@ def list_documents(
     if as_json:
         terminal.print_json({"documents": [status.as_dict() for status in found]})
         return
-    rows = []
-    for one in found:
-        title = "" if one.title in one.id else one.title
-        rows.append((one.id, one.chunks, one.stored_chunks, decimal(one.stored_bytes), title))
+    rows = [(one.id, one.chunks, one.stored_chunks, decimal(one.stored_bytes), one.title or one.id) for one in found]
     terminal.print_table(("id", "chunks", "with KV", "size", "title"), rows)
     terminal.print_line(counted(len(found), "document"))
 

@@ -95,7 +95,7 @@ class SourceReport:
 
 @dataclass(slots=True)
 class StreamSize:
-    """Documents of a stream, the characters of their texts, and the beginnings of the first ones."""
+    """Documents of a stream, the characters of the texts of the new ones, and the beginnings of the first ones."""
 
     documents: int = 0
     characters: int = 0
@@ -125,7 +125,6 @@ class DocumentStream:
         metadata: of all documents, beside those that lines have; a line's own come first.
 
     Attributes:
-        characters: of the texts that were given so far.
         report: of what was left out.
         ids: of the documents that were given so far.
         files: the ids of the files that they are parts of, without those of which a part could not be read.
@@ -133,14 +132,16 @@ class DocumentStream:
 
     def __init__(self, sources: Sequence[str], web: WebFiles | None = None, metadata: Metadata = MappingProxyType({})) -> None:
         self._sources, self._web, self._converter, self._metadata = sources, web or WebFiles(), FileConverter(), metadata
-        self.characters, self.ids, self.files = 0, set[str](), set[str]()
+        self.ids, self.files = set[str](), set[str]()
         only = sources[0] if len(sources) == 1 else ""
         self.report = SourceReport(strict=only == STANDARD_INPUT or _is_url(only) or Path(only).is_file())
 
-    def measure(self, on_file: Callable[[Path], None] = lambda _: None) -> StreamSize | None:
+    def measure(
+        self, on_file: Callable[[Path], None] = lambda _: None, known: Callable[[str], str | None] | None = None
+    ) -> StreamSize | None:
         """Read it all once, and raise InputError if it cannot be used; None for standard input, which can be read only once.
 
-        `on_file` is called with each file before it is read.
+        `on_file` is called with each file before it is read; `known` has the version of a document that is not new.
         """
         if STANDARD_INPUT in self._sources:
             return None
@@ -149,7 +150,8 @@ class DocumentStream:
             if size.documents < SAMPLE_DOCUMENTS:
                 size.sample.append(document.text[:SAMPLE_CHARACTERS])
             size.documents += 1
-            size.characters += len(document.text)
+            if known is None or known(document.id) != document.version:
+                size.characters += len(document.text)
         if not size.documents:
             skipped = [f"{name}: {why}" for name, why in self.report.skipped.items()]
             whys = [*self.report.faults.values(), *skipped]
@@ -159,9 +161,8 @@ class DocumentStream:
 
     def __iter__(self) -> Iterator[Document]:
         for document in self._documents():
-            self.characters += len(document.text)
             self.ids.add(document.id)
-            yield replace(document, metadata={**self._metadata, **document.metadata})
+            yield document
 
     def close(self) -> None:
         """End the process that converts files, and remove those that were fetched."""
@@ -170,7 +171,8 @@ class DocumentStream:
 
     def _documents(self, on_file: Callable[[Path], None] = lambda _: None) -> Iterator[Document]:
         for source in self._sources:
-            yield from self.report.distinct(source, self._read(source, on_file))
+            for document in self.report.distinct(source, self._read(source, on_file)):
+                yield replace(document, metadata={**self._metadata, **document.metadata})
 
     def _read(self, source: str, on_file: Callable[[Path], None]) -> Iterator[Document]:
         if source == STANDARD_INPUT:

@@ -94,7 +94,8 @@ class Documents:
 
         Raises:
             BudgetTooSmallError: the index's budget is full; or with `must_stay`, the KV of all chunks does not fit at once.
-            CacheBlendError: an error of a step, or of `progress.check`. Nothing of the documents is left then.
+            CacheBlendError: an error of a step, or of `progress.check`. Nothing of the documents is left then, nor after
+                KeyboardInterrupt, but without `must_stay` the documents whose KV was complete.
         """
         index, encoder, store = self._retriever(), self._encoder, self._store
         assert encoder is not None, "opened without a model"
@@ -119,8 +120,13 @@ class Documents:
                 encoder.compute(batch, gone, progress)
                 if not must_stay:
                     needed -= gone  # once each: if the budget is below the corpus, they may go again
-        except CacheBlendError:  # given up by client or service, a full disk, a changed document: as if it never came
+        except (CacheBlendError, KeyboardInterrupt) as ended:  # given up, a full disk, a changed document: as if it never came
             try:
+                if isinstance(ended, KeyboardInterrupt) and not must_stay:  # of a stream, what is complete stays
+                    store.flush()
+                    for id_ in [id_ for (id_, _), keys in batch.keys.items() if any(key not in store for key in keys)]:
+                        batch.leave_out(id_)
+                    self.commit(batch, versions)
                 store.documents.drop_unowned(batch.computed)
             except CacheBlendError as error:
                 stay = len(batch.computed)
@@ -153,14 +159,10 @@ class Documents:
         assert isinstance(self._index, Retriever), "opened without a model"
         return self._index
 
-    def ls(self) -> list[DocumentStatus]:
-        """Every document: those in the index in the order of adding, then by id those that only the store knows."""
-        return self.page()[0]
-
     def page(
         self, limit: int | None = None, after: str | None = None, *, by_file: bool = False, newest_first: bool = False
     ) -> tuple[list[DocumentStatus], bool]:
-        """A page of `ls`, without a look at the other documents, and whether more follow.
+        """Documents, those of the index in the order of adding, then by id those of the store alone; and whether more follow.
 
         Args:
             limit: at most so many, 1 and above; None for all.

@@ -163,7 +163,8 @@ class Engine:
     ) -> IngestReport:
         """`ingest` for any number of documents, a batch after the other: memory holds one batch, and the ids.
 
-        If it ends early, by an error or a kill, the batches before are durable, and the same call goes on from there.
+        If it ends early, by an error or a kill, the batches before are durable, after Ctrl-C with the documents of the last one
+        whose KV is complete, and the same call goes on from there.
 
         Args:
             documents: see `ingest`; an empty stream is no error.

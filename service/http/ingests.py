@@ -79,6 +79,8 @@ class Ingest:
                 self.parts_done += 1
             if len(self.errors) == self.total:
                 raise next(iter(self.errors.values()))
+            stage, _, total = self.progress  # the last part may have failed
+            self.progress = stage, total, total
         except Exception as error:
             if not isinstance(error, CacheBlendError):
                 logger.exception("the upload %s met an error", self.id)

@@ -281,4 +281,4 @@ def test_the_openai_client(open_engine: OpenEngine) -> None:
         openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
     ):
         assert load_script("openai_client", ROOT / "examples").run(client)
-    assert {document.id for document in engine.documents.ls()} == {"travel", "leave"}
+    assert {document.id for document in engine.documents.page()[0]} == {"travel", "leave"}

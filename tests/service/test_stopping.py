@@ -120,4 +120,4 @@ def test_an_ordinary_end_after_a_failed_write(
     with pytest.raises(SystemExit, match="0"):
         serve()
     assert "no room" in caplog.text
-    assert [status.id for status in engine.documents.ls()] == [document["id"] for document in DOCUMENTS]
+    assert [status.id for status in engine.documents.page()[0]] == [document["id"] for document in DOCUMENTS]

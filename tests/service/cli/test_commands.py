@@ -114,6 +114,7 @@ def test_a_file_of_pages_is_one_row(run: CommandLine, tmp_path: Path) -> None:
     run.on_store("ingest", str(passages))
     head, row, count = run("documents", "ls", *store).out.splitlines()
     assert (head.split("  ")[0], row.split()[:3], count) == ("id", ["r.pdf", "2", "2"], "1 document")
+    assert row.split()[-1] == "r.pdf", "a title for each"
     parts = run("documents", "ls", "--parts", *store, "--json").json["documents"]
     assert [part["id"] for part in parts] == [page["id"] for page in pages]
     assert "[0] page=2, " in run("documents", "show", "r.pdf", *store).out
@@ -183,7 +184,7 @@ def test_usage_errors_exit_with_2(run: CommandLine, store: tuple[str, str], tmp_
     """A value that is not allowed, named with its remedy in one line on stderr, exits with 2 and prints no traceback."""
     nowhere, id_ = ("--store-dir", str(tmp_path / "nowhere")), str(DOCUMENTS[0]["id"])
     cases = [
-        (run.on_store("ask", "  "), "is empty; ask"),
+        (run("ask", "  ", "--model", str(tmp_path / "no" / "model"), *store), "is empty; ask"),
         (run.on_store("ask", QUESTION, "--num-chunks", "0"), "--num-chunks"),
         (run.on_store("ask", QUESTION, "--recompute-ratio", "1.5"), "0 to 1"),
         (run.on_store("ask", QUESTION, "--method", "magic"), "full_reuse"),

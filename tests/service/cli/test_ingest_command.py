@@ -31,12 +31,18 @@ def much(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_an_ingest_says_what_it_takes(run: CommandLine, passages: Path, much: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ingest_says_what_it_takes(
+    run: CommandLine, passages: Path, much: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """KV a token and disk are said first; much is asked about, and refused where nobody can be asked, or no disk has room."""
     said = run.on_store("ingest", str(passages)).err
     assert "kB a token (raw): about" in said
     assert str(run.store) in said
     assert "1 file read: 3 documents, as a page" in said
+    assert "about 0 tokens, 0 bytes more" in run.on_store("ingest", str(passages)).err, "all is there"
+    (new := tmp_path / "new.txt").write_text("words of a long text, in a line\n" * 16)
+    said = run.on_store("ingest", str(passages), str(new)).err
+    assert "0 bytes more" not in said, "new texts need as much beside those that are there"
     small = run.on_store("ingest", str(passages), "--nvme-budget-bytes", "200000").err
     assert "what does not fit is evicted: give --kv-cache-dtype int8 or int4" in small
     run.store = run.store.with_name("other")
@@ -68,10 +74,6 @@ def test_an_ingest_on_ray_says_what_it_takes(
     refused = run.on_store("ingest", much, "--ray", "local")
     assert (refused.code, "give --yes" in refused.err, len(begun)) == (2, True, 1)
     assert run.on_store("ingest", much, "--ray", "local", "--yes").code == 0
-    (run.store / "kv").mkdir(parents=True)
-    with (run.store / "kv" / "entry").open("wb") as stored:
-        stored.truncate(20 * 2**30)
-    assert run.on_store("ingest", much, "--ray", "local").code == 0, "what is stored already is not asked about"
 
 
 def test_a_folder_with_bad_files(run: CommandLine, tmp_path: Path) -> None:

@@ -297,9 +297,9 @@ def test_a_store_of_another_context(open_ingested: OpenEngine, tmp_path: Path, c
         "document": {"context_document_tokens": 1},  # every chunk alone
     }[change]
     with open_ingested() as engine:
-        before, documents, whole = stored(engine), engine.documents.ls(), ask(engine)
+        before, documents, whole = stored(engine), engine.documents.page()[0], ask(engine)
     with open_ingested(**options) as engine:
-        assert (stored(engine), engine.documents.ls()) == (before, documents)
+        assert (stored(engine), engine.documents.page()[0]) == (before, documents)
         answer = ask(engine)
         firsts = sum(not scored.chunk.position for scored in answer.chunks)
         hits = firsts if change == "document" else 0  # a first chunk has no text of its document before it

@@ -208,7 +208,7 @@ def test_odd_files(office: Path, open_engine: OpenEngine) -> None:
     assert size.documents == len(documents)
     assert sum("müde" in document.text for document in documents) == len(good)
     engine = open_engine(chunk_tokens=64)
-    assert engine.ingest_stream(documents).added == len(engine.documents.ls())
+    assert engine.ingest_stream(documents).added == len(engine.documents.page()[0])
     for number, _ in good:
         ids = [hit.chunk.document_id for hit in engine.search(f"Wie fliegt Möwe {number}?", 3)]
         assert any(Path(id_).stem == str(number) for id_ in ids), number
@@ -494,7 +494,7 @@ def test_tokens_of_a_stream(tmp_path: Path, lengths: list[int]) -> None:
     with closing(DocumentStream([str(tmp_path)])) as stream:
         size = stream.measure()
         tokens = sum(len(PlainTokenizer(tokenizer).ids(document.text)) for document in stream)
-    assert size == StreamSize(len(lengths), stream.characters)
+    assert size == StreamSize(len(lengths), sum(length or 1 for length in lengths))
     assert sum(map(len, size.sample)) <= 2**16
     assert size.tokens(tokenizer) == pytest.approx(tokens, rel=0.2)
     assert size.tokens(None) == round(size.characters / 4)

@@ -47,7 +47,7 @@ def paged(documents: Documents, limit: int = 1, after: str | None = None, **opti
 def test_ls_and_show(engine: Engine) -> None:
     """Every document is listed in the order of adding, with its chunks and what of their KV is stored."""
     engine.ingest(DOCUMENTS)
-    statuses = engine.documents.ls()
+    statuses = engine.documents.page()[0]
     assert [status.id for status in statuses] == [document["id"] for document in DOCUMENTS]
     for status in statuses:
         keys = keys_of(engine, status.id)
@@ -77,7 +77,7 @@ def test_the_parts_of_a_file_are_one(engine: Engine) -> None:
     status, chunks = documents.show("f/report.pdf")
     assert (status, [chunk.document_id for chunk, _ in chunks]) == (file, [page["id"] for page in reversed(pages)])
     assert documents.delete("f/report.pdf") == file
-    assert [status.id for status in documents.ls()] == [name for name in names if name != "f/report.pdf"]
+    assert [status.id for status in documents.page()[0]] == [name for name in names if name != "f/report.pdf"]
     with pytest.raises(InputError, match="there is no such document"):
         documents.page(by_file=True, after="f/report.pdf")
 
@@ -137,7 +137,7 @@ def test_delete(engine: Engine) -> None:
     deleted = engine.documents.delete(ID)
     assert deleted.stored_chunks == len(keys)
     assert stored(engine) == before - keys
-    assert ID not in [status.id for status in engine.documents.ls()]
+    assert ID not in [status.id for status in engine.documents.page()[0]]
     answer = engine.answer(QUESTION, num_chunks=TOP_K)
     assert ID not in {scored.chunk.document_id for scored in answer.chunks}
     assert answer.plan.misses == 0
@@ -157,7 +157,7 @@ def test_deletions_do_not_come_between_an_ingests_halves(engine: Engine, monkeyp
     monkeypatch.setattr(engine.retriever, "put", delete_meanwhile)
     engine.ingest([{"id": ID, "text": "other words"}])
     deletions[0].join()
-    assert ID not in [status.id for status in engine.documents.ls()]
+    assert ID not in [status.id for status in engine.documents.page()[0]]
     assert engine.store.documents.get(ID) is None
 
 
@@ -180,7 +180,7 @@ def test_a_deletion_takes_no_chunk_of_a_document_on_its_way(engine: Engine, monk
     """KV that an ingest found stored, and that goes with another document before it ends, is computed then."""
     while_computing(engine, monkeypatch, lambda: engine.documents.delete(ID))
     report = engine.ingest([{**FIRST, "id": "twin"}, {"id": "new", "text": "words of its own"}])
-    assert [status.id for status in engine.documents.ls()][-2:] == ["twin", "new"]
+    assert [status.id for status in engine.documents.page()[0]][-2:] == ["twin", "new"]
     assert keys_of(engine, "twin") <= stored(engine)
     assert report.evicted == 0
 
@@ -191,7 +191,7 @@ def test_an_unchanged_document_that_is_deleted_meanwhile(engine: Engine, monkeyp
     while_computing(engine, monkeypatch, lambda: engine.documents.delete(ID))
     with pytest.raises(DocumentChangedError, match=ID):
         engine.ingest([FIRST, {"id": "new", "text": "words of its own"}])
-    assert not {ID, "new"} & {status.id for status in engine.documents.ls()}
+    assert not {ID, "new"} & {status.id for status in engine.documents.page()[0]}
     assert stored(engine) == others
 
 
@@ -234,12 +234,12 @@ def test_shared_chunks_are_stored_once(open_engine: OpenEngine) -> None:
     """A chunk of two documents is counted in both, stored once, and goes with the last of them."""
     engine = open_engine()
     engine.ingest([{"id": "one", "text": "the same words"}, {"id": "two", "text": "the same words"}])
-    one, two = engine.documents.ls()
+    one, two = engine.documents.page()[0]
     assert one.shared_chunks == two.shared_chunks == 1
     assert (one.stored_bytes, one.own_bytes) == (engine.store.stats().nvme.bytes, 0)
     engine.documents.delete("one")
     assert engine.store.stats().nvme.entries == 1
-    (two,) = engine.documents.ls()
+    (two,) = engine.documents.page()[0]
     assert two.own_bytes == two.stored_bytes
     engine.documents.delete("two")
     assert engine.store.stats().nvme.entries == 0
@@ -304,7 +304,7 @@ def test_changed_while_its_upload_computes(
         engine.ingest([FIRST])
     engine.store.flush()
     left = {} if change == "delete" else {ID: keys_of(engine, ID)}
-    assert {status.id for status in engine.documents.ls()} == set(left)
+    assert {status.id for status in engine.documents.page()[0]} == set(left)
     assert stored(engine) == {key for keys in left.values() for key in keys}
     assert len(entries_of(engine)) == len(stored(engine))
     assert engine.store.verify().ok
@@ -347,7 +347,7 @@ def test_deleting_on_a_full_disk(engine: Engine, monkeypatch: pytest.MonkeyPatch
             full_until(lambda: not any(file.exists() for file in files), folder / "index", patch)
         engine.documents.delete(ID)
     assert not keys & stored(engine)
-    assert ID not in [status.id for status in engine.documents.ls()]
+    assert ID not in [status.id for status in engine.documents.page()[0]]
     assert engine.retriever.search(QUESTION, 1)
     assert engine.store.verify().ok
     assert all(reserve.exists() for reserve in reserves)  # taken again as soon as there is room
@@ -367,7 +367,7 @@ def test_adding_on_a_full_disk_takes_no_reserve(engine: Engine, monkeypatch: pyt
 def test_pages(engine: Engine) -> None:
     """Pages follow one another in the order of `ls`, the documents that the store alone knows at the end."""
     engine.store.documents.put([("lost-b", "1", []), ("lost-a", "1", [])])
-    every = [status.id for status in engine.documents.ls()]
+    every = [status.id for status in engine.documents.page()[0]]
     assert every == [*(document["id"] for document in DOCUMENTS), "lost-a", "lost-b"]
     for limit in (1, 2, 3, 6, 7, 100):
         assert paged(engine.documents, limit) == every

@@ -36,7 +36,7 @@ def lines(path: Path, **texts: str) -> None:
 
 
 def ids(engine: Engine) -> set[str]:
-    return {document.id for document in engine.documents.ls()}
+    return {document.id for document in engine.documents.page()[0]}
 
 
 def test_following(open_engine: OpenEngine, folder: Path) -> None:

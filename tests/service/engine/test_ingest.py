@@ -63,9 +63,18 @@ def test_again(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None
     assert open_engine().ingest(DOCUMENTS).already_stored == chunks
 
 
-@pytest.mark.parametrize("interruption", [KeyboardInterrupt, MemoryError])
-def test_interrupted(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, interruption: type[BaseException]) -> None:
-    """An ingest that is cut off changes no document, and the next one goes on from the KV that was computed."""
+@pytest.mark.parametrize(
+    ("interruption", "call", "documents"),
+    [(MemoryError, "ingest_stream", 0), (KeyboardInterrupt, "ingest", 0), (KeyboardInterrupt, "ingest_stream", 1)],
+)
+def test_interrupted(
+    open_engine: OpenEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    interruption: type[BaseException],
+    call: str,
+    documents: int,
+) -> None:
+    """A stop keeps a stream's complete documents and no KV of none; a cut keeps KV, which the next ingest finds and owns."""
     engine = open_engine()
     first = len(engine.retriever.splitter.split(Document.of(DOCUMENTS[0])))
     precompute_documents, done = engine.fusor.precompute_documents, first + 2
@@ -76,14 +85,17 @@ def test_interrupted(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, i
 
     monkeypatch.setattr(engine.fusor, "precompute_documents", interrupted)
     with pytest.raises(interruption):
-        engine.ingest(DOCUMENTS)
+        getattr(engine, call)(DOCUMENTS)
     monkeypatch.undo()
     engine.close()
     engine = open_engine()
-    assert (stored(engine), engine.retriever.documents()) == (done, [])
+    done = done if interruption is MemoryError else first * documents
+    unowned = 0 if documents else done
+    assert (stored(engine), engine.retriever.count(), engine.store.verify().unowned) == (done, documents, unowned)
     report = engine.ingest(DOCUMENTS)
-    assert (report.added, report.already_stored) == (len(DOCUMENTS), done)
+    assert (report.added, report.already_stored) == (len(DOCUMENTS) - documents, done)
     assert report.computed == report.chunks - done
+    assert engine.store.verify().unowned == 0
     assert engine.answer(QUESTION, num_chunks=TOP_K).plan.hits == TOP_K
 
 
@@ -133,7 +145,7 @@ def test_full_disk(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(StoreFullError):
         engine.ingest(DOCUMENTS)
     monkeypatch.undo()
-    assert engine.documents.ls() == []
+    assert engine.documents.page()[0] == []
     report = engine.ingest(DOCUMENTS)
     assert (report.added, report.computed) == (len(DOCUMENTS), report.chunks)
     assert engine.answer(QUESTION, num_chunks=TOP_K).plan.hits == TOP_K
@@ -145,14 +157,14 @@ def test_documents_beyond_the_budget_leave_nothing(open_engine: OpenEngine, budg
     engine = open_engine(nvme_budget_bytes=budget, ram_budget_bytes=1)
     with pytest.raises(StoreFullError, match=says):
         engine.ingest(DOCUMENTS)
-    assert (engine.documents.ls(), stored(engine)) == ([], 0)
+    assert (engine.documents.page()[0], stored(engine)) == ([], 0)
 
 
 def test_index_budget(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts beyond the index's budget are refused before they are computed, and nothing of them stays."""
     engine = open_engine(index_budget_bytes=100_000)
     engine.ingest(DOCUMENTS[:1])
-    before = engine.documents.ls(), stored(engine)
+    before = engine.documents.page()[0], stored(engine)
     big = {"id": "big", "text": "many words " * 10_000}
     with monkeypatch.context() as patch:
         patch.setattr(engine.retriever.embedder, "encode", None)
@@ -160,7 +172,7 @@ def test_index_budget(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) 
             engine.ingest([big])
     with pytest.raises(StoreFullError, match="index_budget_bytes=100000"):  # with vectors and token ids it is too much
         engine.ingest([{"id": "half", "text": str(big["text"])[:40_000]}])
-    assert (engine.documents.ls(), stored(engine)) == before
+    assert (engine.documents.page()[0], stored(engine)) == before
     engine.ingest([{"id": "small", "text": "few words"}])
 
 

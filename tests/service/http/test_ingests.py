@@ -72,7 +72,7 @@ def test_a_job_outlives_its_connection(engine: Engine, held: threading.Event) ->
 
 @pytest.mark.parametrize(
     ("names", "status", "failed", "added"),
-    [(["a.txt", "b.png", "c.txt"], "done", ["b.png"], 2), (["a.png", "b.png"], "failed", ["a.png", "b.png"], 0)],
+    [(["a.txt", "c.txt", "b.png"], "done", ["b.png"], 2), (["a.png", "b.png"], "failed", ["a.png", "b.png"], 0)],
 )
 def test_a_files_error_is_in_the_job(
     client: httpx.Client, names: list[str], status: str, failed: list[str], added: int
@@ -81,6 +81,7 @@ def test_a_files_error_is_in_the_job(
     job = ended(client, post(client, *names))
     assert (job["status"], job["files"], job["report"]["added"]) == (status, {"done": len(names), "total": len(names)}, added)
     assert [error["file"] for error in job["errors"]] == failed
+    assert (job["done"] == job["total"]) == (status == "done")
     assert all("image; describe it" in error["message"] and error["param"] == "file" for error in job["errors"]), job["errors"]
 
 

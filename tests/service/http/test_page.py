@@ -298,7 +298,7 @@ def test_accessibility(browser: Any, address: str, scheme: str) -> None:
 
 def text_of(engine: Engine, name: str) -> str:
     """The text of the documents of an uploaded file, each with its title."""
-    ids = [document.id for document in engine.documents.ls() if document.id.partition("#")[0] == name]
+    ids = [document.id for document in engine.documents.page()[0] if document.id.partition("#")[0] == name]
     return "".join(chunk.text for id_ in ids for chunk, _ in engine.documents.show(id_)[1])
 
 
@@ -339,7 +339,7 @@ def test_documents(page: Any, open_engine: OpenEngine, tmp_path: Path) -> None:
         assert page.locator("#documents li").count() == 2
         page.get_by_role("button", name="Delete latin.txt").click()
         wait_until(lambda: page.locator("#documents li").count() == 1)
-        assert [document.title for document in engine.documents.ls()] == ["Lamps"]
+        assert [document.title for document in engine.documents.page()[0]] == ["Lamps"]
         assert fits(page)
 
 
@@ -350,7 +350,7 @@ def test_a_file_of_a_known_name(page: Any, open_engine: OpenEngine, tmp_path: Pa
     engine = open_engine()
 
     def texts() -> list[str]:
-        return [engine.documents.show(document.id)[1][0][0].text.partition("\n")[2] for document in engine.documents.ls()]
+        return [engine.documents.show(document.id)[1][0][0].text.partition("\n")[2] for document in engine.documents.page()[0]]
 
     with serving(engine) as (_, address):
         open_page(page, address)
