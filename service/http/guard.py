@@ -154,7 +154,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
         path = request.scope["path"]
         message = f"{request.method[:MAX_SHOWN]} {shortened(path)}: {error.detail}"
         if error.status_code == 404 and (not path.startswith("/v1/") or path.startswith("/v1/v1/")):
-            base, added = ("without", "/v1/messages") if path.endswith("/messages") else ("with", "/chat/completions")
+            base, added = ("without", "/v1/messages") if "/messages" in path else ("with", "/chat/completions")
             message += f"; the client's base URL is the service's address {base} /v1, to which it adds paths such as {added}"
         headers, error = error.headers, ApiError(error.status_code, message)
     response = error_response(error)

@@ -309,6 +309,7 @@ def test_unknown_paths(client: httpx.Client) -> None:
         ("/chat/completions", f"{base} with /v1, to"),
         ("/v1/v1/chat/completions", f"{base} with /v1, to"),
         ("/v1/v1/messages", f"{base} without /v1, to"),
+        ("/v1/v1/messages/count_tokens", f"{base} without /v1, to"),
         ("/messages", f"{base} without /v1, to"),
     ):
         assert said in refused(client.post(path, json=CHAT), 404)["message"]
