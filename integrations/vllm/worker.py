@@ -197,7 +197,14 @@ class BlendWorker:
             prefix = yield from self._prefix_segment(prompt.prefix)
             # 2. Plan: more is recomputed where that hides beside loading; what full recompute gives as soon is left to vLLM.
             r_star = self._engine.loader.quality_ratio
-            policy = BlendPolicy(ratio=job.ratio, quality_ratio=r_star, layers=geometry.layers, controller=self._controller)
+            nats = self._engine.fusion.max_loss_nats if job.ratio is None else None
+            policy = BlendPolicy(
+                ratio=job.ratio,
+                quality_ratio=r_star,
+                layers=geometry.layers,
+                controller=self._controller,
+                widens=nats is not None,
+            )
             stored = [chunk.part(kv) for chunk, kv in zip(prompt.chunks, stored, strict=True)]
             plan = plan_blend(prompt, Found(prefix, stored), policy)
             if plan.full_recompute:
@@ -207,7 +214,6 @@ class BlendWorker:
                 return {"blended": False, "reason": "slow_loading"}  # the stored KV would come no sooner than it is computed
             # 3. Blend it, each finished layer straight into the pages.
             segments = [Segment(segment.token_ids, segment.kv, segment.exact) for segment in plan.segments]
-            nats = self._engine.fusion.max_loss_nats if job.ratio is None else None
             config = replace(self._engine.fusion, recompute_ratio=plan.ratio, max_loss_nats=nats)
             sink = PageSink(self._ranks, self._block_size, job.block_ids, job.start, len(prompt))
             steps = held.enter_context(closing(self._fusor.fuse_steps(segments, config, source, sink)))

@@ -84,6 +84,8 @@ class BlendPolicy:
         layers: of the model.
         controller: picks the ratio from a profile; None without a profile.
         work: decides on full recompute where there is no controller; None for never.
+        widens: the blend may be widened. Its first round counts what stands between chunks, and runs in any case, up to half
+            of what it recomputes: an application's own words around passages.
     """
 
     ratio: float | None
@@ -91,6 +93,7 @@ class BlendPolicy:
     layers: int
     controller: LoadingController | None = None
     work: WorkEstimator | None = None
+    widens: bool = False
 
     def choose(self, prompt: PromptTokens, found: Found) -> tuple[float, bool, LoadingPlan | None]:
         """The ratio, whether full recompute is as fast, and the controller's prediction where it was asked."""
@@ -144,6 +147,10 @@ def plan_blend(prompt: PromptTokens, found: Found, policy: BlendPolicy) -> Blend
     """
     # 1. The ratio, and whether full recompute is predicted to be as fast.
     ratio, full, predicted = policy.choose(prompt, found)
+    reusable = sum(len(kv.token_ids) for kv in found.chunks if kv is not None)
+    if policy.widens and reusable and ratio < 1:
+        between = sum(len(chunk.token_ids) for chunk in prompt.chunks if chunk.key is None)
+        ratio = max(ratio / 2, ratio - between / reusable)
     # 2. The segments: the exact prefix, the chunks with their KV, and what stands before, between and after them.
     prefix = None if full else found.prefix
     exact = 0 if prefix is None else len(prefix.token_ids)

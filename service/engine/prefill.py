@@ -166,7 +166,7 @@ class Prefiller:
                 # 1. Plan: the ratio, or full recompute, and the segments with their KV.
                 parts = [chunk.part(kv) for chunk, kv in zip(prompt.chunks, prompt.by_chunk(stored), strict=True)]
                 found = Found(self._prefix_segment(prompt, prefix), parts)
-                plan = plan_blend(prompt, found, self.policy(ratio))
+                plan = plan_blend(prompt, found, self.policy(ratio, widens=request.max_loss_nats is not None))
                 planned = time.perf_counter()
                 prefix.exact_tokens = plan.exact_tokens
                 # 2. Fuse, a layer a step; the loader reads the next layers meanwhile.
@@ -190,7 +190,7 @@ class Prefiller:
                 return
         yield from self._full_recompute(request)  # entries that are damaged and cannot be set aside
 
-    def policy(self, ratio: float | None) -> BlendPolicy:
+    def policy(self, ratio: float | None, *, widens: bool = False) -> BlendPolicy:
         """How a blend's ratio is chosen: the one that a request asks for, or None for the controller's choice."""
         return BlendPolicy(
             ratio=ratio,
@@ -198,6 +198,7 @@ class Prefiller:
             layers=self._fusor.decoder.geometry.layers,
             controller=self.controller,
             work=self.work,
+            widens=widens,
         )
 
     def fetch(self, prompt: PromptTokens) -> None:

@@ -130,10 +130,14 @@ def test_segments(
         (None, {"work": FixedWork(short=True)}, R_STAR, True),
         (None, {"controller": FixedController(0.6, full=False), "work": FixedWork(short=True)}, 0.6, False),
         (None, {"controller": FixedController(0.6, full=True)}, 0.6, True),
+        # One token stands between the five that are reused.
+        (0.5, {"widens": True}, pytest.approx(0.3), False),
+        (0.3, {"widens": True}, 0.15, False),
+        (1.0, {"widens": True}, 1.0, False),
     ],
 )
 def test_who_chooses_the_ratio(asked: float | None, choosers: dict[str, Any], ratio: float, full: bool) -> None:
-    """The request's ratio comes first, then the controller's, then r*, unless the prompt is too short to gain."""
+    """The request's ratio comes first, then the controller's, then r*; a first round counts what stands between chunks."""
     plan = plan_blend(PROMPT, found_of(ONE, TWO, prefix=HELD), policy_of(asked, **choosers))
     assert (plan.ratio, plan.full_recompute) == (ratio, full)
     assert (plan.predicted is not None) == (asked is None and "controller" in choosers)
