@@ -166,8 +166,7 @@ class ChatCacheBlend(BaseChatModel):
 
 def _metadata(done: Done) -> dict[str, Any]:
     metadata = report(done)
-    names = "prompt_tokens", "completion_tokens", "total_tokens", "cached_tokens"
-    read, written, total, hits = map(metadata.pop, names)
+    read, written, total, hits = map(metadata.pop, ("prompt_tokens", "completion_tokens", "total_tokens", "cached_tokens"))
     usage = UsageMetadata(
         input_tokens=read, output_tokens=written, total_tokens=total, input_token_details={"cache_read": hits}
     )

@@ -87,10 +87,7 @@ def _check_tools(body: ChatBody, prompts: PromptRenderer) -> None:
     """Refuse tools that the model cannot call, or that contradict other fields."""
     names, choice = [tool.function.name for tool in body.called_tools], body.tool_choice
     if names and not prompts.template.takes_tools:
-        why = (
-            "the model's chat template has no place for them; leave them out, ask for JSON with response_format, "
-            "or use a model that calls tools"
-        )
+        why = "the model's chat template has no place for them; leave them out, give response_format, or use another model"
         raise refused("tools", why, code="unsupported_value")
     if choice not in (None, "none", "auto") and not names:
         raise refused("tool_choice", "there are no tools to call; give tools, or leave it out")
