@@ -91,7 +91,7 @@ class Retriever(IndexedDocuments):
 
         Args:
             documents: `{"id": str, "title": str, "text": str}`; id and title are optional.
-            on_progress: called with the documents done and their total, after each.
+            on_progress: called with the documents done and their total, first and after each.
 
         Raises:
             InputError: a document cannot be used, or two with one id have different texts.
@@ -101,8 +101,7 @@ class Retriever(IndexedDocuments):
         checked = _checked(documents)
         changed, new = self.changed(checked), list[Chunk]()
         same, note = len(checked) - len(changed), on_progress or (lambda *_: None)
-        if same:
-            note(same, len(checked))
+        note(same, len(checked))
         for done, embedded in enumerate(self.embed(changed), same + 1):
             self.put([embedded])
             new += embedded.chunks

@@ -39,9 +39,6 @@ OF_ANSWERS = ("preset", "max_tokens", "recompute_ratio", "selector", "min_score"
 OF_READING = ("prefix_budget_bytes", "ram_budget_bytes", "direct_reads")
 NAMED = 10  # skipped files of each reason
 ASK_FROM_BYTES = 2 * GIB
-Fields = Annotated[
-    list[str] | None, typer.Option(metavar="NAME=VALUE", help="Of all documents, to filter by; may be repeated.")
-]
 
 
 @options.accepts(EngineConfig, RayConfig, VllmConfig, without=(*OF_ANSWERS, *OF_READING))
@@ -59,7 +56,9 @@ def ingest(
     allow_private_urls: Annotated[
         bool, typer.Option("--allow-private-urls", help="Fetch URLs of this machine and of private networks, too.")
     ] = False,
-    metadata: Fields = None,
+    metadata: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Of all documents, to filter by; may be repeated.")
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Split, index and precompute documents: text, code, PDF, Office, HTML, EPUB, mails, JSON lines.

@@ -29,7 +29,6 @@ app = typer.Typer(help="Check stores of chunk KV and their index.", no_args_is_h
 documents = typer.Typer(help="List, show and delete ingested documents.", no_args_is_help=True)
 UNBOUNDED = 2**62  # bytes: looking at a store must not evict from it
 Id = Annotated[str, typer.Argument(metavar="ID", help="The document's id, as `documents ls` prints it.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 def open_store(store_dir: Path, config: StoreConfig | None = None) -> KVStore:
@@ -141,7 +140,7 @@ def show(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_js
 def delete(
     id_: Id,
     store_dir: options.StoreDir = options.DEFAULT_STORE_DIR,
-    yes: Yes = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     *,
     settings: options.Settings,
     as_json: options.Json = False,
