@@ -29,7 +29,7 @@ from .cpu_modules import PackedLinear, RowPieces, is_worth_packing, packed, with
 from .families import RotaryOfRows, max_positions_of, rope_border, turn_rows_alone
 from .generation import DecodeKernel, DecodePass, OneSequencePass, SequenceKV, decode_kernel
 from .interfaces import CosSin, KVGeometry, LayerKV, ResidentLayers
-from .layer_passes import IsolatedPass, LayerPass, LinkPass, QuestionPass, RowsPass, Run, SharedPrefix, prefix_mask, runs
+from .layer_passes import IsolatedPass, LayerPass, QuestionPass, RowsPass, Run, SharedPrefix, prefix_mask, runs
 from .prompt import FusionResult, Prompt, Segment
 
 if TYPE_CHECKING:
@@ -323,7 +323,7 @@ class Decoder:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
     def run_question(
-        self, layer: int, hidden_1SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, question: QuestionPass | LinkPass
+        self, layer: int, hidden_1SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, question: QuestionPass
     ) -> torch.Tensor:
         question.form = self.anatomy[layer]
         cos_sin_S = (cos_sin_N[0][:, rows.on_device_S], cos_sin_N[1][:, rows.on_device_S])

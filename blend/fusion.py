@@ -7,7 +7,7 @@ among them, D head size, M hidden size.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,14 +17,13 @@ from torch import Tensor
 from .attention import Rows, row_kernel, upload
 from .decoder import Decoder
 from .interfaces import CosSin, LayerKV, LayerSink, LayerSource, ModelRunner
-from .layer_passes import LinkPass, Question, QuestionPass, question_rows
+from .layer_passes import Question, QuestionPass, question_rows
 from .prompt import FusionResult, LayerReport, Prompt
 from .selectors import SelectionStep, Selector
 
 if TYPE_CHECKING:
     from .attention import Turn
 
-MAX_LINKING_ROWS = 1024  # whose queries stay in memory: these rows run in one piece
 # Rows of a check that are projected together: what they need stays near the caches.
 PROJECTED_AT_ONCE = 512
 # Positions at which the compiled rotation is compared with the model's.
@@ -45,12 +44,10 @@ class Fusion:
     Without a `sink` the finished layers go to the cache of the result.
 
     Args:
-        scores: of the tokens, as an earlier fusion of the prompt has them; None to run the question.
-        keeps_reuse: the question's pass goes through all layers, for `reuse_logits`.
+        keeps_reuse: the question's pass goes through all layers, for `reuse_logits` and `repeat`.
 
     Attributes:
         layers: the finished ones, where they go to the cache of the result.
-        scores: attention (L, N) of the question, summed over a layer and those after it; the mask `Prompt.bridges_N`.
         reuse_logits: float32 (V,), of full reuse; None where they were not asked for, or no question was run.
     """
 
@@ -62,7 +59,6 @@ class Fusion:
         source: LayerSource,
         sink: LayerSink | None = None,
         *,
-        scores: tuple[Tensor, Tensor] | None = None,
         keeps_reuse: bool = False,
     ) -> None:
         self._runner, self._prompt, self._selector, self._source, self._sink = runner, prompt, selector, source, sink
@@ -70,41 +66,54 @@ class Fusion:
         self.reuse_logits: Tensor | None = None
         self._deviation: tuple[Tensor, Tensor] | None = None  # the positions measured, and theirs on the device
         # What the question attends to from each layer on, and tokens that link chunks; 0: not asked.
-        self.scores = scores or (torch.zeros(1, len(prompt)), torch.zeros(len(prompt), dtype=torch.bool))
-        self._has_scores = scores is not None
-        self._linking: dict[int, LinkPass] = {}  # by layer, beside `reuse_logits`
+        self._scores = torch.zeros(1, len(prompt)), torch.zeros(len(prompt), dtype=torch.bool)
+        self._questions: list[LayerReport] = []
         self._turns: dict[Hashable, Turn] = {}  # by the kind of rotary embedding
         self._read: dict[int, LayerKV] = {}  # layers that the question pass has read, keys rotated, until they are run
 
     def steps(self) -> Generator[LayerReport, None, FusionResult]:
         """Run layer after layer; each yields its report."""
-        runner, prompt = self._runner, self._prompt
+        runner, prompt, device = self._runner, self._prompt, self._runner.geometry.device
+        self._token_ids_N = upload(torch.tensor(prompt.token_ids), device)
+        self._rotary = runner.rotary(torch.arange(len(prompt), device=device), runner.embed(self._token_ids_N[:1]))
+        can_ask = prompt.reusable_tokens > 0 and runner.geometry.layers > 1
+        if can_ask and getattr(self._selector, "reads_attention", False):
+            # 1. The question's rows run over the stored KV, and score the tokens.
+            self._source.start(prompt, runner.geometry, reuse_layer_0=True)
+            yield from self._ask()
+        return (yield from self._blend())
+
+    def repeat(self, selector: Selector) -> Generator[LayerReport, None, FusionResult]:
+        """Blend by another selector, with the question's scores and the KV as it was loaded; the first result is void."""
+        for layer_kv, stored_21HRD in zip(self.layers, self._stored, strict=True):
+            layer_kv.kv_21HND.index_copy_(3, self._stored_at_R, stored_21HRD)
+        self._read, self.layers = dict(enumerate(self.layers)), []
+        self._selector, self._keeps_reuse, self._deviation = selector, False, None
+        return (yield from self._blend())
+
+    def _blend(self) -> Generator[LayerReport, None, FusionResult]:
+        runner, prompt, device = self._runner, self._prompt, self._runner.geometry.device
         cache = CacheSink(runner)
         sink = self._sink or cache
         recomputed, projected, reports = list[Tensor](), list[Tensor](), list[LayerReport]()
 
         positions = torch.arange(prompt.exact_tokens, len(prompt))
-        token_ids_N = upload(torch.tensor(prompt.token_ids), runner.geometry.device)
-        rotary = runner.rotary(torch.arange(len(prompt), device=runner.geometry.device), runner.embed(token_ids_N[:1]))
-        questions: list[LayerReport] = []
-        asks = prompt.reusable_tokens > 0 and runner.geometry.layers > 1 and not self._has_scores
-        asks = asks and getattr(self._selector, "reads_attention", False)
-        if asks:  # 1. The question's rows run over the stored KV, and score the tokens.
-            self._source.start(prompt, runner.geometry, reuse_layer_0=True)
-            yield from self._ask(token_ids_N, rotary, questions)
         keep_S = self._choose(0, positions, _no_deviation_at_layer_0)
-        reads_layer_0 = asks or not bool(keep_S.all())  # a selector by KV deviation keeps all tokens there
-        if not asks:
+        reads_layer_0 = bool(self._read) or not bool(keep_S.all())  # a selector by KV deviation keeps all tokens there
+        if not self._read:
             self._source.start(prompt, runner.geometry, reuse_layer_0=reads_layer_0)
         # 2. The chosen tokens run through every layer.
-        self._rows = Rows.of(positions[keep_S], runner.geometry.device)
-        self._hidden_1SM = runner.embed(token_ids_N[self._rows.on_device_S])
+        self._rows = Rows.of(positions[keep_S], device)
+        self._hidden_1SM = runner.embed(self._token_ids_N[self._rows.on_device_S])
+        if self._keeps_reuse:
+            self._stored_at_R = upload(positions[keep_S & prompt.reusable_N[positions]], device)
+            self._stored = [layer_kv.kv_21HND.index_select(3, self._stored_at_R) for layer_kv in self._read.values()]
         for layer in range(runner.geometry.layers):
             # 3. The layer's stored KV: read by the question already, or waited for, its keys rotated to their positions.
             is_read = layer in self._read
             layer_kv, wait_s = (self._read.pop(layer), 0.0) if is_read else self._arrival(layer)
             arrived = time.perf_counter()
-            cos_sin_N = rotary[runner.layer_types[layer]]
+            cos_sin_N = self._rotary[runner.layer_types[layer]]
             if not is_read:
                 self._rotate(layer, layer_kv, cos_sin_N, prompt.runs_to_rotate(exact_only=layer == 0 and not reads_layer_0))
             # 4. Fewer tokens go on, where the selector says so; K and V projected on the way stay.
@@ -113,7 +122,7 @@ class Fusion:
             if 0 < layer == runner.geometry.layers - 1:  # nobody reads the others' output
                 rows, scatter = self._keep_last(layer, layer_kv, cos_sin_N, is_projected=not scatter), False
             # 5. Attention and MLP of those tokens, against the layer's KV, with their own K and V in it.
-            self._hidden_1SM = self._run(layer, layer_kv, cos_sin_N, rows, scatter=scatter)
+            self._hidden_1SM = runner.run_rows(layer, self._hidden_1SM, rows, cos_sin_N, layer_kv, scatter=scatter)
             # 6. The finished layer goes to the cache, or to the caller's sink.
             sink.put(layer, layer_kv)
             if self._sink is None:
@@ -124,7 +133,7 @@ class Fusion:
             yield reports[-1]
 
         return FusionResult(
-            torch.empty(0) if self._sink is not None else self._logits(self._hidden_1SM, rotary, self.layers),
+            torch.empty(0) if self._sink is not None else self._logits(self._hidden_1SM, self.layers),
             cache.cache,
             prompt.token_ids,
             tuple(recomputed),
@@ -134,28 +143,8 @@ class Fusion:
             prompt.exact_tokens,
             tuple(reports),
             cache.memory,
-            tuple(questions),
+            tuple(self._questions),
         )
-
-    def _run(self, layer: int, layer_kv: LayerKV, cos_sin_N: CosSin, rows: Rows, *, scatter: bool) -> Tensor:
-        """Run rows through a layer, and keep their queries where another round may follow; returns (1, S, M)."""
-        runner = self._runner
-        if self.reuse_logits is None or layer == runner.geometry.layers - 1 or len(rows) > MAX_LINKING_ROWS:
-            return runner.run_rows(layer, self._hidden_1SM, rows, cos_sin_N, layer_kv, scatter=scatter)
-        self._linking[layer] = LinkPass(layer_kv, rows, runner.windows[layer], scatter=scatter)
-        return runner.run_question(layer, self._hidden_1SM, rows, cos_sin_N, self._linking[layer])
-
-    def linked_scores(self) -> tuple[Tensor, Tensor]:
-        """`scores` with what the chosen tokens attend to in other chunks, which counts as much as the question's attention."""
-        runner, prompt, (attention_LN, bridge_N) = self._runner, self._prompt, self.scores
-        linked_LN, device = attention_LN.clone(), runner.geometry.device
-        chunk_N = upload(torch.where(prompt.reusable_N, (prompt.offset_N == 0).cumsum(0), -1), device)
-        for layer, linking in self._linking.items():
-            positions_S = linking.rows.positions_S
-            weight_S = attention_LN[layer, positions_S] * prompt.reusable_N[positions_S]
-            links_N = runner.reduce(linking.links_N(upload(weight_S, device), chunk_N)).cpu()
-            linked_LN[: layer + 1] += links_N / links_N.sum().clamp_min(torch.finfo(torch.float32).tiny)
-        return linked_LN, bridge_N
 
     def _keep_last(self, layer: int, layer_kv: LayerKV, cos_sin_N: CosSin, *, is_projected: bool) -> Rows:
         """Go on with the prompt's last position alone, once all rows' K and V are in the layer; returns its row."""
@@ -164,11 +153,11 @@ class Fusion:
         self._hidden_1SM = self._hidden_1SM[:, -1:]
         return self._rows.last
 
-    def _logits(self, hidden_1SM: Tensor, rotary: Mapping[Hashable, CosSin], layers: Sequence[LayerKV]) -> Tensor:
+    def _logits(self, hidden_1SM: Tensor, layers: Sequence[LayerKV]) -> Tensor:
         """Logits (V,) of the last row, once it has run through the layers that keep no KV, each over an earlier layer's."""
         runner, row = self._runner, Rows.of(torch.tensor([len(self._prompt) - 1]), self._runner.geometry.device)
         for layer, source in enumerate(runner.geometry.shared, start=runner.geometry.layers):
-            cos_sin_N, last_1SM = rotary[runner.layer_types[layer]], hidden_1SM[:, -1:]
+            cos_sin_N, last_1SM = self._rotary[runner.layer_types[layer]], hidden_1SM[:, -1:]
             hidden_1SM = runner.run_rows(layer, last_1SM, row, cos_sin_N, layers[source], scatter=False)
         return runner.logits(hidden_1SM)
 
@@ -184,14 +173,12 @@ class Fusion:
         layer_kv = self._source.synchronize(layer)
         return layer_kv, time.perf_counter() - started
 
-    def _ask(
-        self, token_ids_N: Tensor, rotary: Mapping[Hashable, CosSin], reports: list[LayerReport]
-    ) -> Generator[LayerReport, None, None]:
+    def _ask(self) -> Generator[LayerReport, None, None]:
         """Run the question over the stored KV, and add up what it attends to in all layers but the last."""
         runner, prompt = self._runner, self._prompt
         rows = Rows.of(question_rows(prompt), runner.geometry.device)
         question = Question(rows, prompt.fresh_N, runner.geometry.device)
-        hidden_1SM = runner.embed(token_ids_N[rows.on_device_S])
+        hidden_1SM = runner.embed(self._token_ids_N[rows.on_device_S])
         to_rotate = prompt.runs_to_rotate()
         scored = runner.geometry.layers - 1
         attention_LN = torch.zeros(scored, len(prompt), device=runner.geometry.device)
@@ -199,7 +186,7 @@ class Fusion:
         for layer in range(scored + self._keeps_reuse):
             layer_kv, wait_s = self._arrival(layer)
             arrived = time.perf_counter()
-            cos_sin_N = rotary[runner.layer_types[layer]]
+            cos_sin_N = self._rotary[runner.layer_types[layer]]
             self._rotate(layer, layer_kv, cos_sin_N, to_rotate)
             layer_pass = QuestionPass(layer_kv, question, runner.windows[layer])
             hidden_1SM = runner.run_question(layer, hidden_1SM, rows, cos_sin_N, layer_pass)
@@ -209,12 +196,12 @@ class Fusion:
                 on_reusable_21 = (attention_2N * reusable_N).sum(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
                 attention_LN[layer] = (attention_2N / on_reusable_21).mean(0)
             self._read[layer] = layer_kv
-            reports.append(LayerReport(layer, len(rows), wait_s, time.perf_counter() - arrived))
-            yield reports[-1]
+            self._questions.append(LayerReport(layer, len(rows), wait_s, time.perf_counter() - arrived))
+            yield self._questions[-1]
         summed_LN = attention_LN.flip(0).cumsum(0).flip(0).cpu()
-        self.scores = torch.cat([summed_LN, summed_LN[-1:]]), prompt.bridges_N()
+        self._scores = torch.cat([summed_LN, summed_LN[-1:]]), prompt.bridges_N()
         if self._keeps_reuse:
-            self.reuse_logits = self._logits(hidden_1SM, rotary, list(self._read.values()))
+            self.reuse_logits = self._logits(hidden_1SM, list(self._read.values()))
 
     def _filter(self, layer: int, layer_kv: LayerKV, cos_sin_N: CosSin) -> tuple[Tensor, bool]:
         """Narrow the rows to those that this layer recomputes.
@@ -249,7 +236,7 @@ class Fusion:
         """Mask (S,) of the rows that stay: all that are not reusable, the selector's choice, and the prompt's last."""
         reusable_S = self._prompt.reusable_N[positions_S]
         candidates_C = positions_S[reusable_S]
-        attention_LN, bridge_N = self.scores
+        attention_LN, bridge_N = self._scores
         step = SelectionStep(
             layer,
             self._runner.geometry.layers,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import DynamicCache
 
     from .attention import Rows
-    from .layer_passes import LinkPass, QuestionPass, SharedPrefix
+    from .layer_passes import QuestionPass, SharedPrefix
     from .prompt import Prompt
 
 GROWTH_TOKENS = 128  # room after a prompt for generated tokens, which then need no copy of its KV; extended by as many
@@ -139,7 +139,7 @@ class ModelRunner(Protocol):
         """
 
     def run_question(
-        self, layer: int, hidden_1SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, question: QuestionPass | LinkPass
+        self, layer: int, hidden_1SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, question: QuestionPass
     ) -> torch.Tensor:
         """Run rows through one layer, `question.update` and `question.attend` in the place of its attention."""
 

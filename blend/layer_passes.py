@@ -101,63 +101,19 @@ class RowsPass(CachePass):
     """
 
     def __init__(self, layer_kv: LayerKV, rows: Rows, window: int | None, form: KVForm = AS_CACHED, *, scatter: bool) -> None:
-        self._layer_kv, self._rows, self._window, self.form, self._scatter = layer_kv, rows, window, form, scatter
+        self._layer_kv, self._rows, self._window, self._form, self._scatter = layer_kv, rows, window, form, scatter
 
     def update(self, k_1HSD: Tensor, v_1HSD: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
         if self._scatter:
-            self._layer_kv.put(self._rows.on_device_S, *self.form.pack(k_1HSD, v_1HSD))
-        return self.form.unpack(self._layer_kv.k_1HND, self._layer_kv.v_1HND)
+            self._layer_kv.put(self._rows.on_device_S, *self._form.pack(k_1HSD, v_1HSD))
+        return self._form.unpack(self._layer_kv.k_1HND, self._layer_kv.v_1HND)
 
     def __getitem__(self, _: object) -> tuple[Tensor, Tensor]:
         """KV that an earlier layer keeps for this one: the pass was given it."""
-        return self.form.unpack(self._layer_kv.k_1HND, self._layer_kv.v_1HND)
+        return self._form.unpack(self._layer_kv.k_1HND, self._layer_kv.v_1HND)
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Tensor:
         return attend(q, k, v, self._rows, window=self._window, **scores_of(q, kw))
-
-
-class LinkPass(RowsPass):
-    """Rows of a prompt whose queries stay, to ask later what they attend to in other chunks than their own.
-
-    A layer that expands its KV after the cache (MLA) is not asked.
-
-    Attributes:
-        form: how the layer's KV is stored; the runner sets it.
-    """
-
-    _q_1QSD: Tensor | None = None
-
-    @property
-    def rows(self) -> Rows:
-        """The rows."""
-        return self._rows
-
-    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Tensor:
-        if k.data_ptr() == self._layer_kv.k_1HND.data_ptr():
-            self._q_1QSD, self._scores = q, scores_of(q, kw)
-        return super().attend(module, q, k, v, mask, **kw)
-
-    def links_N(self, weight_S: Tensor, chunk_N: Tensor) -> Tensor:
-        """Attention (N,) to other chunks, in the mean over heads and the sum over rows, float32.
-
-        Args:
-            weight_S: float32, of each row among the others; 0 to leave it out.
-            chunk_N: LongTensor, the number of each position's chunk; below 0 for no chunk.
-        """
-        links_N = torch.zeros(len(chunk_N), device=chunk_N.device)
-        if self._q_1QSD is None:
-            return links_N
-        k_1HND, last = self._layer_kv.k_1HND, int(self._rows.positions_S[-1])
-        window = self._window if self._window is not None and last >= self._window else None
-        q_HSGD = self._q_1QSD[0].unflatten(0, (k_1HND.shape[1], -1)).transpose(1, 2)
-        for block in self._rows.masked_blocks(None, window, q_HSGD.dtype):
-            seen = slice(block.start, block.stop)
-            weights_HXK = attention_weights(q_HSGD[:, block.rows].flatten(1, 2), k_1HND[0, :, seen], block, **self._scores)
-            weights_BK = weights_HXK.unflatten(1, (-1, q_HSGD.shape[2])).float().mean((0, 2))
-            own_B, chunk_K = chunk_N[self._rows.on_device_S[block.rows]], chunk_N[seen]
-            is_other_BK = (chunk_K != own_B[:, None]) & (chunk_K >= 0)
-            links_N[seen] += weight_S[block.rows] @ (weights_BK * is_other_BK)
-        return links_N
 
 
 @dataclass(frozen=True, slots=True)

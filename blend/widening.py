@@ -9,7 +9,7 @@ second round recomputes more (docs/adr/031).
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,24 +20,10 @@ from .fusion import Fusion
 from .selectors.question_attention import QuestionAttention
 
 if TYPE_CHECKING:
-    from .interfaces import KVGeometry, LayerKV, LayerSink, LayerSource, ModelRunner
+    from .interfaces import LayerSink, LayerSource, ModelRunner
     from .prompt import FusionResult, LayerReport, Prompt
 
 FIRST_RATIO, WIDE_RATIO = 0.05, 0.3  # of the two rounds
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedLayers:
-    """Layers that are there as a source, as those of a first round: keys are rotated, every position is filled."""
-
-    layers: list[LayerKV]
-
-    def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
-        """Nothing is left to load."""
-
-    def synchronize(self, layer: int) -> LayerKV:
-        """The layer, which the second round writes into."""
-        return self.layers[layer]
 
 
 def widening_steps(
@@ -50,9 +36,8 @@ def widening_steps(
 ) -> Generator[LayerReport, None, FusionResult]:
     """Blend a prompt at `ratio`, and again at `WIDE_RATIO` where its first token moved too far; a layer a step.
 
-    The second round also chooses tokens that the first one's rows attend to in other chunks: a question's second hop. It reads
-    what the first one loaded, and runs all of its rows again: rows that stayed as the first round left them would know no more
-    of each other than before, and lose what widening gains.
+    The second round is the blend at `WIDE_RATIO`, with what the first one loaded and what its question attended to. Rows that
+    stayed as the first round left them would know no more of each other than before, and lose what widening gains.
 
     Args:
         runner: the model.
@@ -69,13 +54,7 @@ def widening_steps(
         moved_nats, ranks = runner.reduce(upload(moved, runner.geometry.device)).tolist()
         moved_nats /= ranks  # the same on all, so that all widen or none does
         if moved_nats > max_loss_nats:
-            first, finished = result, FinishedLayers(fusion.layers)
-            attention_LN, bridge_N = fusion.linked_scores()
-            for attention_N, ran_S in zip(attention_LN, first.recomputed, strict=True):
-                attention_N[ran_S] = torch.inf  # so that no row stays
-            laid_out = replace(prompt, segments=())  # no segment's keys are left to rotate
-            fusion = Fusion(runner, laid_out, QuestionAttention(WIDE_RATIO), finished, scores=(attention_LN, bridge_N))
-            result = yield from fusion.steps()
+            first, result = result, (yield from fusion.repeat(QuestionAttention(WIDE_RATIO)))
             result = replace(result, is_widened=True, selection=(*first.selection, *first.layers))
         result = replace(result, moved_nats=moved_nats)
     if sink is not None:

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -19,7 +19,6 @@ import torch
 from cacheblend.base.errors import ConfigError, StoreError
 from cacheblend.base.files import make_folder
 from cacheblend.blend import FusionConfig, LayerKV, Prompt, Segment
-from cacheblend.blend.widening import FinishedLayers
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
 
 from .config import LENGTHS
@@ -127,6 +126,19 @@ def _logits_s(fusor: Fusor) -> float:
         return statistics.median([_seconds(partial(fusor.decoder.logits, hidden_1SM), fusor) for _ in range(REPEATS + 1)][1:])
 
 
+@dataclass(frozen=True, slots=True)
+class _LoadedLayer:
+    """A source whose layers are one that is in memory: only computing is timed."""
+
+    layer_kv: LayerKV
+
+    def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
+        """Nothing is left to load."""
+
+    def synchronize(self, layer: int) -> LayerKV:
+        return self.layer_kv
+
+
 def _blend_layers(fusor: Fusor, tokens: int, ratio: float) -> list[LayerSample]:
     """The first layers of a blend."""
     question = max(1, min(QUESTION_TOKENS, tokens // 4))
@@ -141,10 +153,10 @@ def _blend_layers(fusor: Fusor, tokens: int, ratio: float) -> list[LayerSample]:
         segments.insert(0, Segment(stored, ChunkKV(nothing, stored, model=fusor.fingerprint)))
     samples: list[LayerSample] = []
     before, layers = 0, fusor.decoder.geometry.layers
-    layer_kv = LayerKV.empty(fusor.decoder.geometry, tokens)  # one buffer for every layer, at once: only computing is timed
+    layer_kv = LayerKV.empty(fusor.decoder.geometry, tokens)
     for x_1HND in (layer_kv.k_1HND, layer_kv.v_1HND):
         x_1HND.normal_()
-    config, source = FusionConfig(recompute_ratio=ratio, selector="gradual"), FinishedLayers([layer_kv] * layers)
+    config, source = FusionConfig(recompute_ratio=ratio, selector="gradual"), _LoadedLayer(layer_kv)
     with closing(fusor.fuse_steps(segments, config, source)) as steps:
         for layer in range(min(LAYERS_TIMED, layers)):
             started = time.perf_counter()

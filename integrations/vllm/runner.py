@@ -38,7 +38,6 @@ from cacheblend.blend.interfaces import CosSin
 from cacheblend.blend.layer_passes import (
     AsCached,
     IsolatedPass,
-    LinkPass,
     QuestionPass,
     RowsPass,
     Run,
@@ -339,7 +338,7 @@ class VllmRunner:
         self._stubs[layer].write(k_THD, v_THD, slots_T)
 
     def run_question(
-        self, layer: int, hidden_2SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, question: QuestionPass | LinkPass
+        self, layer: int, hidden_2SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, question: QuestionPass
     ) -> torch.Tensor:
         question.form = self._stubs[layer]
         return self._run(self._fused_layers[layer], layer, hidden_2SM, rows.on_device_S, question)

@@ -15,7 +15,7 @@ from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.blend import FusionConfig, FusionResult, Fusor, KVGeometry, LayerKV, Segment
 from cacheblend.blend.attention import Rows, attend
 from cacheblend.blend.interfaces import CosSin
-from cacheblend.blend.layer_passes import LinkPass, QuestionPass, SharedPrefix
+from cacheblend.blend.layer_passes import QuestionPass, SharedPrefix
 
 LAYERS, HEADS, HEAD_DIM, HIDDEN, VOCABULARY = 5, 4, 8, 32, 97
 SCALING = HEAD_DIM**-0.5
@@ -79,7 +79,7 @@ class PlainRunner:
         return self._layer(layer, hidden_1SM, _at(cos_sin_N, rows.on_device_S), attention)
 
     def run_question(
-        self, layer: int, hidden_1SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, question: QuestionPass | LinkPass
+        self, layer: int, hidden_1SM: torch.Tensor, rows: Rows, cos_sin_N: CosSin, question: QuestionPass
     ) -> torch.Tensor:
         def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             whole = question.update(k, v, layer)
