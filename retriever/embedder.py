@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from threadpoolctl import ThreadpoolController
 
 from cacheblend.base.errors import RetrieverError
+from cacheblend.base.threads import in_own_thread
 
 from .config import DEFAULT_EMBEDDER
 from .splitter import PlainTokenizer
@@ -184,7 +185,11 @@ class SentenceTransformerEmbedder:
             lock, model = (self._question_lock, self._question_model) if is_question else (self._batch_lock, self._model)
             assert model is not None
             with lock, _threadpools().limit(limits=1, user_api="openmp") if is_question else nullcontext():
-                vectors = model.encode(batch, batch_size=BATCH_WINDOWS, normalize_embeddings=True, show_progress_bar=False)
+                encode = functools.partial(
+                    model.encode, batch, batch_size=BATCH_WINDOWS, normalize_embeddings=True, show_progress_bar=False
+                )
+                # In a thread of its own, whose OpenMP team ends with it while many callers wait for their next batch.
+                vectors = encode() if is_question else in_own_thread(encode)
             batches.append(np.asarray(vectors, dtype=np.float32))
         return np.concatenate(batches)[np.argsort(order_W)]
 

@@ -123,7 +123,6 @@ async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
             raise refused("dimensions", f"{name} has {dimensions}; leave it out")
         with checked_between_batches(check):
             vectors_ND = np.asarray(embedder.encode(texts), dtype="<f4")
-        check()
         tokens = sum(len(engine.prompts.text_ids(text)) for text in texts)
         as_base64 = body.encoding_format == "base64"
         rows = [base64.b64encode(row_D).decode() for row_D in vectors_ND] if as_base64 else vectors_ND.tolist()

@@ -103,7 +103,7 @@ class Server:
             )
             self.uploads = background("uploads", limits.max_uploads)
             self.document_calls = CallPool("calls about documents", MAX_DOCUMENT_CALLS, per_tenant=2)
-            self.embeddings = background("embeddings", MAX_DOCUMENT_CALLS)
+            self.embeddings = background("embeddings", MAX_DOCUMENT_CALLS, per_tenant=MAX_DOCUMENT_CALLS)
             self._pools = (self.preparing, self.uploads, self.document_calls, self.embeddings)
             for pool in self._pools:
                 opened.callback(pool.close)

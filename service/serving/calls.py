@@ -86,7 +86,7 @@ class CallPool:
     Args:
         name: of the threads, and of the calls in messages.
         max_calls: of one tenant, waiting and running; the next one is refused.
-        per_tenant: calls of one tenant that run at once.
+        per_tenant: calls of one tenant that run at once; those that check run a batch each in turn.
         at_once: calls of all tenants that run at once.
         pauses_while: says whether requests run; while they do, the pool's calls work for `share` of the time together.
         share: above 0 to 1.
@@ -110,6 +110,8 @@ class CallPool:
         self._waiting: list[Call[Any]] = []
         self._running: dict[Call[Any], threading.Thread] = {}
         self._turns = Turns()
+        self._batches: list[Call[Any]] = []  # that have checked, in the order in which each has its next batch
+        self._batch_ended = threading.Condition(self._lock)
         self._mean_s = 1.0  # a running mean of a call's time, for Retry-After
         self._closing = False
 
@@ -199,16 +201,32 @@ class CallPool:
             with self._lock:
                 self._mean_s += 0.2 * (time.perf_counter() - began - self._mean_s)
                 del self._running[call]
+                self._end_batch(call)
                 self._start()
 
+    def _end_batch(self, call: Call[Any]) -> None:
+        """Let the next of a tenant's calls run a batch; the lock is held."""
+        if call in self._batches:
+            self._batches.remove(call)
+            self._batch_ended.notify_all()
+
     def _between_batches(self, call: Call[Any]) -> None:
-        """End a call that is over; while requests run, pause in proportion to the time of the last batch."""
+        """End a call that is over; while requests run, pause in proportion to the time of the last batch; wait for the turn."""
         call.check()
         assert call.begun is not None
         paused = time.perf_counter()
-        pause_s = (len(self._running) / self._share - 1) * (paused - call.begun)
+        with self._lock:
+            tenants = len({one.tenant for one in self._running})
+        pause_s = (tenants / self._share - 1) * (paused - call.begun)
         while self._pauses_while() and time.perf_counter() < paused + pause_s:
             call.begun = time.perf_counter()
             time.sleep(LOOK_EVERY_S)
             call.check()
+        with self._lock:
+            self._end_batch(call)
+            self._batches.append(call)
+            while call is not next(one for one in self._batches if one.tenant == call.tenant):
+                self._batch_ended.wait()
+                call.begun = time.perf_counter()  # another's batch has ended: nothing stands still
+                call.check()
         call.begun = time.perf_counter()

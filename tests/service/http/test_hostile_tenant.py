@@ -132,6 +132,18 @@ def test_uploads_of_another_tenant(serve: Serve, embedder: SlowEmbedder) -> None
     assert sorted(statuses) == [201] * most + [429] * (40 - most)
 
 
+def test_a_text_beside_many(serve: Serve, embedder: SlowEmbedder) -> None:
+    """A request of one text is answered while a large one of the same tenant is being embedded."""
+    _, clients = serve()
+    with ThreadPoolExecutor(1) as threads:
+        large = threads.submit(clients["good"].post, "/v1/embeddings", json={"input": [SLOW] * 400}, timeout=60)
+        assert embedder.entered.acquire(timeout=60)
+        small = clients["good"].post("/v1/embeddings", json={"input": "hello"})
+        assert (small.status_code, large.done()) == (200, False)
+        embedder.gate.set()
+        assert len(large.result().json()["data"]) == 400
+
+
 def test_questions_of_another_tenant(serve: Serve, embedder: SlowEmbedder) -> None:
     """Forty slow questions whose clients have gone are given up, and the other tenant's waits for one or two of them."""
     server, clients = serve()

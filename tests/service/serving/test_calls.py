@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from waiting import wait_until
@@ -164,6 +165,37 @@ def test_giving_way() -> None:
     assert went_on.wait(60)
     call.future.result(60)
     assert pool.stalled_s == 0
+    pool.close()
+
+
+def test_turns_by_batches() -> None:
+    """Calls of a tenant run a batch each in turn; one that is given up while it waits for its turn has none."""
+    pool, order = CallPool(NAME, 8, per_tenant=8), list[str]()
+
+    def work(name: str, batches: int, gate: threading.Event, check: Check) -> None:
+        for _ in range(batches):
+            check()
+            order.append(name)
+            assert gate.wait(60)
+
+    def submit(name: str, batches: int, gate: threading.Event) -> Call[None]:
+        call = Call(partial(work, name, batches, gate), tenant=name[0])
+        pool.submit(call)
+        return call
+
+    gates = [threading.Event() for _ in range(2)]
+    large = submit("a large", 4, gates[0])
+    wait_until(lambda: order == ["a large"])
+    other, gone, small = submit("b", 1, gates[1]), submit("a gone", 9, gates[1]), submit("a small", 1, gates[1])
+    wait_until(lambda: order == ["a large", "b"])
+    pool.leave(gone, ClientGoneError("gone"))
+    gates[0].set()
+    wait_until(lambda: order == ["a large", "b", "a small"])
+    assert not large.future.done()
+    gates[1].set()
+    for call in (large, other, small):
+        call.future.result(60)
+    assert order[3:] == ["a large"] * 3
     pool.close()
 
 
