@@ -229,7 +229,7 @@ async def _read_form(request: Request) -> list[FormFile]:
 def _read_file(server: Server, file: FormFile, check: Check, faults: dict[str, str]) -> list[Document]:
     """The documents of a file, read as `cacheblend ingest` reads it; `check` ends the reading if nobody waits for it.
 
-    `faults` receives pages without text; a line that is no document refuses the file.
+    `faults` receives pages and lines that are no document; a file without any other is refused.
     """
     name, checked_at = file.name, time.monotonic()
 
@@ -239,13 +239,19 @@ def _read_file(server: Server, file: FormFile, check: Check, faults: dict[str, s
             check()
             checked_at = time.monotonic()
 
-    max_documents, documents, characters = server.http.max_documents, list[Document](), 0
-    of_pages = {} if name.lower().endswith(JSONL_SUFFIXES) else {"fault": faults.__setitem__}
+    max_documents, documents, characters, own_faults = server.http.max_documents, list[Document](), 0, dict[str, str]()
     with _written(server.uploads_folder, name, file.raw) as path, closing(FileConverter()) as converter:
         try:
             title = PurePosixPath(name).stem
             for document in file_documents(
-                path, file.id, converter, title=title, where=name, check=check_in_time, max_bytes=MAX_UNPACKED_BYTES, **of_pages
+                path,
+                file.id,
+                converter,
+                title=title,
+                where=name,
+                check=check_in_time,
+                max_bytes=MAX_UNPACKED_BYTES,
+                fault=own_faults.__setitem__,
             ):
                 documents.append(replaced(document, metadata={**file.metadata, **document.metadata}))
                 characters += len(document.text)
@@ -256,6 +262,9 @@ def _read_file(server: Server, file: FormFile, check: Check, faults: dict[str, s
             raise refused("file", f"needs the extra `{error.extra}` where the service runs; send it as text") from error
         except InputError as error:
             raise refused("file", str(error)) from None
+    if own_faults and not documents:
+        raise refused("file", "{}: {}".format(*next(iter(own_faults.items()))))
+    faults.update(own_faults)
     return documents
 
 
