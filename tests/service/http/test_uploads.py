@@ -83,7 +83,7 @@ def test_lines_are_documents(client: httpx.Client) -> None:
     assert post(client, "a.jsonl", lines).json()["added"] == 2
     assert client.get("/v1/documents/a").json()["content"][0]["text"] == "A\nfirst"
     report = post(client, "b.jsonl", b'{"text": "third"}\n{bad\n{"text": "fourth"}\n').json()
-    assert report["added"] == 2 and "line 2" in report["faults"][0], "one bad line costs itself alone"
+    assert (report["added"], len(report["faults"])) == (2, 1), report  # a bad line costs itself alone
 
 
 def test_a_shorter_file_leaves_no_page_behind(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
