@@ -177,7 +177,7 @@ class DamagedStores:
             count.update({fault: again[fault] for fault in FAULTS})
 
     def _read(self, engine: Engine, count: Counter[str], what: str, most_off: float = 0.0) -> None:
-        self._allowed(engine.documents.ls, count)
+        self._allowed(engine.documents.page, count)
         self._allowed(lambda: engine.documents.page(2), count)
         for key, kv in self.truth.kv.items():
             got = self._allowed(lambda key=key: engine.store.get(key), count)
