@@ -92,6 +92,7 @@ class Fusion:
         return (yield from self._blend())
 
     def _blend(self) -> Generator[LayerReport, None, FusionResult]:
+        """Run the chosen tokens layer after layer, over what the question pass read or what arrives now."""
         runner, prompt, device = self._runner, self._prompt, self._runner.geometry.device
         cache = CacheSink(runner)
         sink = self._sink or cache

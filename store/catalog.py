@@ -207,7 +207,7 @@ class Catalog:
         return self._totals_are_wrong()
 
     def count_unowned(self) -> int:
-        """How many entries are of no document."""
+        """Count the entries that no document refers to."""
         query = "SELECT count(*) FROM entries WHERE digest NOT IN (SELECT digest FROM document_chunks)"
         return int(self.database.rows(query)[0][0])
 

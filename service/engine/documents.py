@@ -162,7 +162,7 @@ class Documents:
     def page(
         self, limit: int | None = None, after: str | None = None, *, by_file: bool = False, newest_first: bool = False
     ) -> tuple[list[DocumentStatus], bool]:
-        """Documents, those of the index in the order of adding, then by id those of the store alone; and whether more follow.
+        """List a page of documents, and whether more follow: the indexed ones as they were added, then those only in the store, by id.
 
         Args:
             limit: at most so many, 1 and above; None for all.

@@ -399,7 +399,7 @@ class PromptRenderer:
 
 
 def question_place(messages: Sequence[Message]) -> int:
-    """Which message is the user's last one, which asks; the number of messages where none is."""
+    """Find the index of the last user message, which has the question; `len(messages)` if there is none."""
     return max((place for place, message in enumerate(messages) if message.role == "user"), default=len(messages))
 
 
