@@ -162,7 +162,7 @@ class Documents:
     def page(
         self, limit: int | None = None, after: str | None = None, *, by_file: bool = False, newest_first: bool = False
     ) -> tuple[list[DocumentStatus], bool]:
-        """List a page of documents, and whether more follow: the indexed ones as they were added, then those only in the store, by id.
+        """List a page of documents, and whether more follow: the indexed ones as they were added, then others by id.
 
         Args:
             limit: at most so many, 1 and above; None for all.
