@@ -34,7 +34,7 @@ BATCH_CHUNKS = 128  # embedded and added together: enough that chunks of like le
 CANDIDATES = 50  # of each ranking that is fused
 FIRST_ROUND_SHARE = 2 / 3  # of the chunks that the first round of two decides
 EARLIER_CHARACTERS = 1000  # of the question before
-MAX_PLACES = 100_000  # that are remembered, each of a chunk
+PLACED_DOCUMENTS = 64  # whose chunks' places are remembered
 # Of a title, and of headings, in front of each chunk: a quarter of a chunk's tokens, but so many at least and at most.
 TITLE_TOKENS = (8, 64)
 
@@ -79,7 +79,7 @@ class Retriever(IndexedDocuments):
         file = None if config.directory is None else config.directory / INDEX_FILE
         super().__init__(Catalog(file, settings, config.index_budget_bytes))
         self._index = SearchIndex(self._catalog)
-        self._places: dict[tuple[str, str], Sequence[ChunkPlace]] = {}  # by document and version
+        self._places = functools.lru_cache(PLACED_DOCUMENTS)(self._places_of)
 
     def add(
         self, documents: Iterable[Document | Mapping[str, object]], on_progress: Callable[[int, int], None] | None = None
@@ -223,18 +223,14 @@ class Retriever(IndexedDocuments):
         return placed if least is None else [one for one in placed if one.score >= least]
 
     def _place(self, chunk: Chunk) -> ChunkPlace:
-        """A chunk's place in its document; computed for all chunks of a document at once, and cached."""
-        key = (chunk.document_id, chunk.version)
-        with self._lock:
-            places = self._places.get(key)
-            texts = self._catalog.document_texts(*key) if places is None else []
-        if places is None:  # found without the lock: a document may be long
-            places = tuple(chunk_places(chunk.document_id, chunk.title, texts))
-            with self._lock:
-                if sum(map(len, self._places.values())) + len(places) > MAX_PLACES:
-                    self._places.clear()
-                self._places[key] = places
+        places = self._places(chunk.document_id, chunk.version, chunk.title)
         return places[chunk.position] if chunk.position < len(places) else ChunkPlace()
+
+    def _places_of(self, document_id: str, version: str, title: str) -> tuple[ChunkPlace, ...]:
+        """The places of all chunks of a document; none if the document has another version now."""
+        with self._lock:
+            texts = self._catalog.document_texts(document_id, version)
+        return tuple(chunk_places(document_id, title, texts))  # without the lock: a document may be long
 
     def close(self) -> None:
         """Close catalog and indexes; a second call does nothing."""

@@ -180,11 +180,6 @@ class Catalog:
                     last = (used_ns, digest)
                     yield digest, entry_bytes
 
-    def passage_bytes(self, namespace: str) -> int:
-        """Bytes of what `passages` lists."""
-        query = f"SELECT coalesce(sum(bytes), 0) FROM entries WHERE {_OF_PASSAGES} AND namespace = ?"
-        return int(self.database.rows(query, namespace)[0][0])
-
     def passages(self, namespace: str) -> list[tuple[str, int]]:
         """Digest and bytes of the entries of a namespace that begins with `PASSAGES`, the least recently used first."""
         self.save_uses()
@@ -278,24 +273,19 @@ class StoredDocument:
     own_bytes: int  # of these: in no other document, and removed with this one
 
 
-_DOCUMENT = """
-SELECT d.id, d.version, count(c.digest), count(e.digest),
-    coalesce(sum(c.shared), 0), coalesce(sum(e.bytes), 0), coalesce(sum(e.bytes * (1 - c.shared)), 0)
-FROM documents d
-LEFT JOIN (
+_CHUNKS = """(
     SELECT document, digest, EXISTS (
         SELECT 1 FROM document_chunks other WHERE other.digest = mine.digest AND other.document != mine.document
     ) AS shared
     FROM document_chunks mine
-) c ON c.document = d.id
-LEFT JOIN entries e ON e.digest = c.digest
+)"""
+_DOCUMENT = f"""
+SELECT d.id, d.version, count(c.digest), count(e.digest),
+    coalesce(sum(c.shared), 0), coalesce(sum(e.bytes), 0), coalesce(sum(e.bytes * (1 - c.shared)), 0)
+FROM documents d LEFT JOIN {_CHUNKS} c ON c.document = d.id LEFT JOIN entries e ON e.digest = c.digest
 WHERE d.id = ? GROUP BY d.id
 """
-_OWN = """
-SELECT digest FROM document_chunks mine WHERE document = ? AND NOT EXISTS (
-    SELECT 1 FROM document_chunks other WHERE other.digest = mine.digest AND other.document != mine.document
-)
-"""
+_OWN = f"SELECT digest FROM {_CHUNKS} WHERE document = ? AND NOT shared"
 
 _Change = Callable[[sqlite3.Connection], None]  # of the rows of documents
 
@@ -347,16 +337,10 @@ class DocumentTable:
 
         def change(transaction: sqlite3.Connection) -> None:
             for id_, version, keys in given:
-                transaction.execute(
-                    "DELETE FROM document_chunks WHERE document = ? AND EXISTS "
-                    "(SELECT 1 FROM documents WHERE id = document AND version != ?)",
-                    (id_, version),
-                )
-                transaction.execute(
-                    "INSERT INTO documents (id, version) VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET "
-                    "version = excluded.version WHERE version != excluded.version",
-                    (id_, version),
-                )
+                replaced = "SELECT id FROM documents WHERE id = ? AND version != ?"
+                transaction.execute(f"DELETE FROM document_chunks WHERE document IN ({replaced})", (id_, version))
+                transaction.execute(f"DELETE FROM documents WHERE id IN ({replaced})", (id_, version))
+                transaction.execute("INSERT OR IGNORE INTO documents VALUES (?, ?)", (id_, version))
                 rows = ((id_, key.digest) for key in keys)
                 transaction.executemany("INSERT OR IGNORE INTO document_chunks VALUES (?, ?)", rows)
 

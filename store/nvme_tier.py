@@ -174,8 +174,8 @@ class NvmeTier:
                 return ()
             of_passages: Counter[str] = Counter()
             for file in new.values():
-                namespace = file.entry.info.key.namespace
-                of_passages[namespace] += file.nbytes * namespace.startswith(PASSAGES)
+                if (namespace := file.entry.info.key.namespace).startswith(PASSAGES):
+                    of_passages[namespace] += file.nbytes
             size = sum(file.nbytes for file in new.values())
             with self._evicting(size, of_passages) as victims, self.changing([*new, *victims]):
                 self.folder.make_entry_folders(file.final for file in new.values())
@@ -309,10 +309,9 @@ class NvmeTier:
         excess_bytes = self.size()[1] + file_bytes - self.budget_bytes
         try:
             for namespace, new_bytes in of_passages.items():
-                beyond_bytes = (
-                    new_bytes and new_bytes + self.catalog.passage_bytes(namespace) - self.budget_bytes // PASSAGES_PART
-                )
-                for digest, entry_bytes in self.catalog.passages(namespace) if beyond_bytes > 0 else ():
+                held = self.catalog.passages(namespace)
+                beyond_bytes = new_bytes + sum(entry_bytes for _, entry_bytes in held) - self.budget_bytes // PASSAGES_PART
+                for digest, entry_bytes in held:
                     if beyond_bytes > 0 and self._pins.begin_evict(digest):
                         victims.append(digest)
                         beyond_bytes, excess_bytes = beyond_bytes - entry_bytes, excess_bytes - entry_bytes
