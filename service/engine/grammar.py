@@ -133,7 +133,7 @@ class GrammarCompiler:
             grammar = llguidance.LLMatcher.grammar_from_lark(before + answer)
         matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         if matcher.is_error():
-            why = matcher.get_error().strip().partition("\n")[0].rpartition("JSON schema: ")[2][:200]
+            why = " ".join(matcher.get_error().rpartition("JSON schema: ")[2].partition("<state>")[0].split())[:200]
             raise InputError(f"{field}: this schema cannot be enforced ({why}); leave that out of it")
         made = Grammar(matcher, field)
         made.mask(made.matcher())
@@ -172,20 +172,25 @@ def call_schema(name: str, parameters: Mapping[str, Any] | None, *, is_strict: b
         is_strict: whether such a schema is refused, by `GrammarCompiler.json`.
     """
     arguments = {"type": "object", "additionalProperties": False} if parameters is None else parameters
-    properties = {"name": {"const": name}, "arguments": _as_arguments(arguments, is_strict)}
+    properties = {"name": {"const": name}, "arguments": _as_part(arguments, "#/properties/arguments", is_strict)}
     call = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
     return call if is_strict else {**call, "x-guidance": LENIENT}
 
 
-def _as_arguments(schema: Any, is_strict: bool) -> Any:
-    """A schema of arguments as a part of a call's: what its references name begins at its place there."""
+def answer_schema(schema: Mapping[str, Any], *, is_strict: bool) -> dict[str, Any]:
+    """The JSON schema of an answer; one that is not strict is not held to what the compiler cannot enforce."""
+    return {**schema} if is_strict else {**_as_part(schema, "#", is_strict), "x-guidance": LENIENT}
+
+
+def _as_part(schema: Any, place: str, is_strict: bool) -> Any:
+    """A schema as a part of another: what its references name begins at its place there."""
     if isinstance(schema, list):
-        return [_as_arguments(part, is_strict) for part in schema]
+        return [_as_part(part, place, is_strict) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    moved = {key: _as_arguments(value, is_strict) for key, value in schema.items()}
+    moved = {key: _as_part(value, place, is_strict) for key, value in schema.items()}
     if isinstance(to := schema.get("$ref"), str) and to.startswith("#"):
-        moved["$ref"] = "#/properties/arguments" + to[1:]
+        moved["$ref"] = place + to[1:]
     if not is_strict and isinstance(pattern := schema.get("pattern"), str) and LOOKS_AROUND.search(pattern):
         del moved["pattern"]
     return moved

@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from cacheblend.retriever.metadata import MetadataFilter, read_metadata
-from cacheblend.service.engine.grammar import call_schema, is_deeper
+from cacheblend.service.engine.grammar import answer_schema, call_schema, is_deeper
 from cacheblend.service.engine.prompt import Message
 
 logger = logging.getLogger(__name__)
@@ -318,9 +318,10 @@ def _readable(given: dict[str, Any]) -> dict[str, Any]:
 
 
 class JsonSchema(StrictModel):
-    """A schema that the answer has; it is enforced whether `strict` says so or not."""
+    """A schema that the answer has; of one that is not strict, keywords that cannot be enforced are left out."""
 
-    ignored = frozenset({"name", "description", "strict"})
+    ignored = frozenset({"name", "description"})
+    strict: bool = False
     schema_: Annotated[Schema, Field(alias="schema")]
 
 
@@ -406,7 +407,8 @@ class GenerationBody(StrictModel):
         form = self.response_format
         if form is None or form.type == "text":
             return None
-        return "response_format", [] if form.json_schema is None else [form.json_schema.schema_]
+        held = [] if form.json_schema is None else [answer_schema(form.json_schema.schema_, is_strict=form.json_schema.strict)]
+        return "response_format", held
 
 
 def _beside_logprobs(top: int, info: ValidationInfo) -> int:

@@ -130,7 +130,7 @@ def test_a_call_that_must_come(client: openai.OpenAI) -> None:
 
 
 def test_what_cannot_be_enforced(client: openai.OpenAI) -> None:
-    """Keywords without a grammar are left out of tools' schemas, refused in strict ones and in a response format."""
+    """Keywords without a grammar are left out of schemas of tools and of answers, and refused by name in strict ones."""
     pytest.importorskip("llguidance")
     texts = {"type": "array", "uniqueItems": True, "items": {"$ref": "#/$defs/text"}, "maxItems": 1}
     text = {"type": "string", "pattern": "^(?!x)y", "not": {"const": "z"}, "maxLength": 3}
@@ -144,9 +144,19 @@ def test_what_cannot_be_enforced(client: openai.OpenAI) -> None:
     (a,) = json.loads(call.function.arguments)["a"] or [""]
     assert len(a) <= 3
     ask(client, tools=[tool], response_format={"type": "json_object"}, max_tokens=1)
-    form = {"type": "json_schema", "json_schema": {"name": "m", "schema": schema}}
-    for options in ({"tools": [strict], "tool_choice": "required"}, {"tools": [tool], "response_format": form}):
-        with pytest.raises(openai.BadRequestError, match="cannot be enforced"):
+    form, strict_form = (
+        {"type": "json_schema", "json_schema": {"name": "m", "schema": schema, "strict": is_strict}}
+        for is_strict in (None, True)
+    )
+    (a,) = json.loads(ask(client, response_format=form).choices[0].message.content)["a"] or [""]
+    assert len(a) <= 3
+    looking = {"type": "json_schema", "json_schema": {"schema": {"type": "string", "pattern": "^(?!x)y"}, "strict": True}}
+    for options, why in (
+        ({"tools": [strict], "tool_choice": "required"}, "tool_choice: .*cannot be enforced"),
+        ({"tools": [tool], "response_format": strict_form}, "response_format: .*cannot be enforced .*uniqueItems"),
+        ({"response_format": looking}, r"response_format: .*cannot be enforced .*\^\(\?!x\)y"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=why):
             ask(client, **options)
 
 
