@@ -92,7 +92,7 @@ class ChatTemplate:
     def render(
         self, turns: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any]
     ) -> str:
-        """The template's text of turns, up to where the answer begins.
+        """The template's text of turns, up to where the answer begins; variables may be arguments of `apply_chat_template`.
 
         Raises:
             InputError: the template refuses the turns.
@@ -100,11 +100,12 @@ class ChatTemplate:
         own = [dict(tool) for tool in tools] or None
         try:
             rendered: str = self._tokenizer.apply_chat_template(
-                list(turns), tools=own, tokenize=False, add_generation_prompt=True, **template_kwargs
+                list(turns), tools=own, tokenize=False, **{"add_generation_prompt": True, **template_kwargs}
             )
         except (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
             fields = "messages or chat_template_kwargs" if template_kwargs else "messages"
-            raise InputError(f"{fields}: the model's chat template refuses these turns: {error}") from error
+            why = str(error).partition("Final message to continue:")[0]  # which transformers shows, with all before it
+            raise InputError(f"{fields}: the model's chat template refuses these turns: {why}") from error
         return rendered
 
     def thoughts_after(self, suffix: Sequence[int]) -> Thoughts | None:

@@ -36,7 +36,7 @@ class Sampling:
 
     Args:
         temperature: 0 is greedy; above, tokens are sampled.
-        top_p: sample from the likeliest tokens of this total probability.
+        top_p: sample from the likeliest tokens of this total probability; 0 is greedy.
         top_k: sample from so many likeliest tokens; 0 or -1 for all.
         min_p: tokens less likely than this share of the likeliest token's probability are not drawn.
         seed: of the draws; None draws one.
@@ -67,8 +67,8 @@ class Sampling:
         temperature, top_p, top_k = self.temperature, self.top_p, self.top_k
         if not isinstance(temperature, int | float) or not math.isfinite(temperature) or temperature < 0:
             raise ConfigError("temperature", temperature, "0 (greedy) or above")
-        if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
-            raise ConfigError("top_p", top_p, "above 0, at most 1")
+        if not isinstance(top_p, int | float) or not 0 <= top_p <= 1:
+            raise ConfigError("top_p", top_p, "0 to 1")
         if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < -1:
             raise ConfigError("top_k", top_k, "a whole number of at least 1, or 0 or -1 for all tokens")
 

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
     from transformers import PreTrainedModel
 
-MAX_SCHEMA_CHARACTERS = 2**16
-MAX_SCHEMA_DEPTH = 32  # each level is one of the compiler's own stack
-MAX_PATTERN_CHARACTERS = 10_000  # of a schema's patterns with their repetitions written out; ((a{100}){100} has as many
-MAX_NUMBER = 10**18  # at -2**63 the compiler's own stack overflows, which ends the process
 # Of one grammar. A lexer state has 1 to 2 kB. The step fuel is 10 ms of the thread that all requests share.
 GRAMMAR_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 100_000,
@@ -102,38 +98,24 @@ class GrammarCompiler:
             thoughts: that come before the JSON.
 
         Raises:
-            InputError: the schema is too long, too deep, too complex, no JSON, or cannot be enforced.
+            InputError: the schema is too complex, no JSON, or cannot be enforced.
             MissingExtraError: `llguidance` is not installed.
         """
         with needs_extra("structured"):
             import llguidance
         schemas = schemas or ({"type": "object"},)
-        text = json.dumps(schemas)
-        if len(text) > MAX_SCHEMA_CHARACTERS:
-            raise InputError(f"{field}: a schema has at most {MAX_SCHEMA_CHARACTERS} characters; make it simpler")
-        if any(is_deeper(schema, MAX_SCHEMA_DEPTH) for schema in schemas):
-            raise InputError(f"{field}: a schema is at most {MAX_SCHEMA_DEPTH} levels deep; make it simpler")
-
-        def bound(number: str) -> None:
-            if abs(float(number)) > MAX_NUMBER:
-                raise InputError(f"{field}: a number of a schema is at most 10**18; leave {number[:40]} out of it")
-
-        json.loads(text, parse_int=bound, parse_float=bound)
-        patterns = list(patterns_of([*schemas]))
-        # The length first: to read a long pattern costs more than its length.
-        if sum(map(len, patterns)) > MAX_PATTERN_CHARACTERS or sum(map(written_out, patterns)) > MAX_PATTERN_CHARACTERS:
-            raise InputError(f"{field}: a pattern repeats too much ({MAX_PATTERN_CHARACTERS} characters in all); simplify it")
         limits, vocabulary = llguidance.LLParserLimits(verbose_errors=False, **GRAMMAR_LIMITS), self._read_vocabulary()
         ways = [{**one, "x-guidance": {**JSON_OPTIONS, "lenient": one.get("x-guidance") == LENIENT}} for one in schemas]
         answer = "answer: " + " | ".join(f"%json {json.dumps(way)}" for way in ways)
         grammar = llguidance.LLMatcher.grammar_from_lark(f"start: answer\n{answer}")
         if not is_bounded(grammar):
-            raise InputError(f"{field}: this schema takes more than {TRIAL_S} s of a processor to compile; make it simpler")
+            why = f"this schema is not compiled within {TRIAL_S} s of a processor; make it simpler, or its numbers smaller"
+            raise InputError(f"{field}: {why}")
         if thoughts is not None and (before := thoughts.grammar(vocabulary.is_special_token)):
             grammar = llguidance.LLMatcher.grammar_from_lark(before + answer)
         matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         if matcher.is_error():
-            why = " ".join(matcher.get_error().rpartition("JSON schema: ")[2].partition("<state>")[0].split())[:200]
+            why = " ".join(matcher.get_error().rpartition("JSON schema: ")[2].partition("\n   1 | ")[0].split())[:200]
             raise InputError(f"{field}: this schema cannot be enforced ({why}); leave that out of it")
         made = Grammar(matcher, field)
         made.mask(made.matcher())
@@ -156,7 +138,7 @@ def is_bounded(grammar: str) -> bool:
     """Whether another process compiles a grammar within `TRIAL_S` and `TRIAL_BYTES`, or finds its error, and does not crash.
 
     The compiler bounds neither: `multipleOf` a number of eight digits, or an intersection of 20 patterns, takes minutes and
-    gigabytes, in which no other thread runs.
+    gigabytes, in which no other thread runs; at an integer of -2**63 its stack overflows, which ends the process.
     """
     with _trials:  # one at a time
         done = subprocess.run([sys.executable, "-c", _TRIAL], input=grammar.encode(), capture_output=True, check=False)
@@ -194,44 +176,3 @@ def _as_part(schema: Any, place: str, is_strict: bool) -> Any:
     if not is_strict and isinstance(pattern := schema.get("pattern"), str) and LOOKS_AROUND.search(pattern):
         del moved["pattern"]
     return moved
-
-
-def is_deeper(value: Any, levels: int) -> bool:
-    """Whether JSON has objects and lists on more than `levels` levels."""
-    level = [value]
-    for _ in range(levels + 1):
-        inner = [one for one in level if isinstance(one, dict | list)]
-        if not inner:
-            return False
-        level = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
-    return True
-
-
-def patterns_of(schema: Any) -> Iterator[str]:
-    """The regular expressions in a schema that is not too deep."""
-    for part in schema if isinstance(schema, list) else schema.values() if isinstance(schema, dict) else ():
-        yield from patterns_of(part)
-    if isinstance(schema, dict):
-        yield from (value for value in [schema.get("pattern")] if isinstance(value, str))
-        yield from (named if isinstance(named := schema.get("patternProperties"), dict) else ())
-
-
-def written_out(pattern: str) -> int:
-    """Characters of a regular expression with its repetitions written out: 12 of `(ab{2}){4}`, for `abbabbabbabb`."""
-    groups, last = [0], 0  # size of each open group; of the last character, class or group, which a repetition multiplies
-    # Possessive: with backtracking "{" and 600 spaces take seconds, in which no other thread runs.
-    for token in re.finditer(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?|\{\s*+(\d++)?\s*+,?\s*+(\d++)?\s*+\}|.", pattern, re.DOTALL):
-        low, high = token.groups()
-        if token[0] == "(":
-            groups.append(0)
-            continue
-        if token[0] in "*+?":
-            continue
-        if low or high:
-            repeated = last * max(int(number[:9]) for number in (low, high) if number)
-            groups[-1] += repeated - last
-            last = repeated
-        else:
-            last = groups.pop() if token[0] == ")" and len(groups) > 1 else 1
-            groups[-1] += last
-    return sum(groups)

@@ -166,7 +166,7 @@ class PromptRenderer:
     A chat template is rendered around marks in place of all texts, between their white space, and cut at the marks: the prompt
     is the template's own text, token by token, but for the text of control tokens that stand in an instruction, a document or a
     message: it stays text, and no text becomes part of a template.
-    Without a template a prompt is BOS, instruction, earlier turns one a line, chunks, question.
+    Without a template a prompt is BOS, instruction, earlier turns one a line, chunks, question, and what of an answer is there.
 
     Args:
         tokenizer: the model's fast tokenizer.
@@ -221,28 +221,32 @@ class PromptRenderer:
         with_chunks: bool,
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
+        continues: bool = False,
     ) -> PromptTokens:
-        """The prompt of a chat whose last message asks; `with_chunks` where chunks will stand before the user's last message.
+        """The prompt of a chat; `with_chunks` where chunks will stand before the user's last message, which may be empty.
 
         A later turn has its own chunks before its question, and an earlier one's nowhere. A chat of one question over chunks
-        has the prompt of `question`. What tools answered to a question stands after it. Without chunks nobody needs to ask.
+        has the prompt of `question`. What follows a question stands after it. Without chunks nobody needs to ask.
 
         Args:
-            messages: the turns; the last one is the user's or a tool's.
+            messages: the turns.
             with_chunks: leave a place for chunks.
             tools: that the model may call, as chat templates have them: `{"type": "function", "function": {"name", ...}}`.
             template_kwargs: variables of the chat template, such as `enable_thinking`.
+            continues: end within the last message, which the answer continues.
 
         Raises:
             ConfigError: see `ChatTemplate.check_kwargs`.
-            InputError: the last message is the assistant's, the question is empty, chunks have none, the template refuses the
-                turns, or there are tools and it takes none.
+            InputError: there are no messages, chunks have no question, the template refuses the turns, or there are tools and
+                it takes none.
             PromptTooLongError: they cannot be within the model's positions.
         """
         question = self._check_chat(messages, with_chunks)
         self._check_tools(messages, tools)
         self.template.check_kwargs(template_kwargs or {})
-        if with_chunks and len(messages) == 1 and not tools and not template_kwargs:
+        if continues:
+            template_kwargs = {**(template_kwargs or {}), "continue_final_message": True, "add_generation_prompt": False}
+        if with_chunks and len(messages) == 1 and question.strip() and not tools and not template_kwargs:
             return self.question(question)
         has_system = any(message.role == "system" and message.content.strip() for message in messages)
         instruction = self._instruction if with_chunks and not has_system else ""
@@ -287,15 +291,10 @@ class PromptRenderer:
     def _check_chat(self, messages: Sequence[Message], with_chunks: bool) -> str:
         """Refuse turns that nobody can answer; the question, "" where no turn is the user's."""
         check_characters(sum(len(message.content) + len(message.thoughts) for message in messages), self._max_positions)
-        if not messages or messages[-1].role == "assistant":
-            raise InputError("messages: the last one must not be the assistant's; end with the user's question")
-        if (place := question_place(messages)) == len(messages):
-            if with_chunks:
-                raise InputError("messages: one must be the user's question, before which the chunks stand; give it")
-            return ""
-        if not (question := messages[place].content).strip():
-            raise InputError(f"messages[{place}].content is empty; ask something")
-        return question
+        asking = messages[question_place(messages) :]
+        if not messages or (with_chunks and not asking):
+            raise InputError("messages: one must be the user's question, before which the chunks stand; give it")
+        return asking[0].content if asking else ""
 
     def _check_tools(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
         """Refuse tools that the template does not take."""
@@ -329,7 +328,8 @@ class PromptRenderer:
         asks = question_place(messages)
         if not self.template.is_used:
             earlier = "".join(f"{message.content.strip()}\n" for message in messages[:asks])
-            return _Frame((), (), (*self._bos, *self._ids(instruction), *self._ids(earlier)))
+            answered = "".join(f" {message.content.strip()}" for message in messages[asks + 1 :])
+            return _Frame((), ((answered, False),), (*self._bos, *self._ids(instruction), *self._ids(earlier)))
         # 1. A mark for each text that there is; with chunks the question's is their place too.
         texts: dict[str, Piece] = {}  # by mark, and whether the template may drop it
         turns: list[dict[str, Any]] = []
@@ -405,7 +405,8 @@ def question_place(messages: Sequence[Message]) -> int:
 
 def _around_core(text: str, mark: str) -> str:
     """A mark between a text's white space, which a template may trim."""
-    return text[: len(text) - len(text.lstrip())] + mark + text[len(text.rstrip()) :]
+    start = len(text) - len(text.lstrip())
+    return text[:start] + mark + text[max(start, len(text.rstrip())) :]
 
 
 def _marked(text: str, texts: dict[str, Piece], *, may_go: bool = False) -> str:

@@ -110,15 +110,17 @@ def lay_out_chat(engine: Engine, body: ChatBody, defaults: Mapping[str, Any]) ->
     if body.documents is not None and body.num_chunks:
         raise refused("num_chunks", "leave it out beside documents, which are all used", code=None)
     messages = [message.message() for message in body.messages]
-    asked = ["", "", *(message.content for message in messages if message.role == "user")]  # the last one asks
+    asked = ["", "", *(one.content for one in messages if one.role == "user" and one.content.strip())]  # the last one asks
     passages = engine.find_passages((message.role, message.content) for message in messages)
     are_retrieved = any(one.reason != "paragraph" for one in passages)  # by their form, or they are stored chunks
-    num_chunks = 0 if body.documents is not None or are_retrieved or not any(asked) else DEFAULT_NUM_CHUNKS
-    num_chunks = min(num_chunks if body.num_chunks is None else body.num_chunks, engine.retriever.chunk_count)
+    by_default = 0 if body.documents is not None or are_retrieved else DEFAULT_NUM_CHUNKS
+    found = engine.retriever.chunk_count if any(asked) else 0
+    num_chunks = min(by_default if body.num_chunks is None else body.num_chunks, found)
     tools = [tool.model_dump(exclude_none=True) for tool in body.called_tools]
     prompts, with_chunks = engine.prompts, num_chunks > 0 or body.brought is not None
     variables = template_kwargs(body, defaults, prompts.template.variables)
-    layout = prompts.chat(messages, with_chunks=with_chunks, tools=tools, template_kwargs=variables)
+    continues = body.continue_final_message or body.messages[-1].prefix
+    layout = prompts.chat(messages, with_chunks=with_chunks, tools=tools, template_kwargs=variables, continues=continues)
     yield {
         "question": asked[-1],
         "earlier_question": asked[-2],

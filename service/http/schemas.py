@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from cacheblend.retriever.metadata import MetadataFilter, read_metadata
-from cacheblend.service.engine.grammar import answer_schema, call_schema, is_deeper
+from cacheblend.service.engine.grammar import answer_schema, call_schema
 from cacheblend.service.engine.prompt import Message
 
 logger = logging.getLogger(__name__)
@@ -31,8 +31,20 @@ MAX_FIELDS = 100  # of one object, known or not: each that is not known is an er
 MAX_TOOL_CHARACTERS = 2**16  # of all tools of a request as JSON, and of one call's arguments
 MAX_TOOL_DEPTH = 32  # levels of the same
 TAGS = TEXT_TAG, OBJECT_TAG = "<text>", "<object>"  # which part of a union a value is read as; no names of fields
+IMAGES = ("image_url", "image", "input_image")  # parts of messages, of OpenAI's, Anthropic's and other forms
 Schema = dict[str, Any]  # a JSON schema
 _Json = TypeVar("_Json")
+
+
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether JSON has objects and lists on more than `levels` levels."""
+    level = [value]
+    for _ in range(levels + 1):
+        inner = [one for one in level if isinstance(one, dict | list)]
+        if not inner:
+            return False
+        level = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
+    return True
 
 
 def check_bounds(value: _Json) -> _Json:
@@ -93,6 +105,19 @@ def _as_part(part: Any) -> Any:
     return part
 
 
+def _without_unseen(given: Any) -> Any:
+    """Messages without the images before the user's last one, without which earlier answers came about, too."""
+    turns, left_out = given if isinstance(given, list) else [], 0
+    asks = max((place for place, turn in enumerate(turns) if isinstance(turn, dict) and turn.get("role") == "user"), default=0)
+    for turn in turns[:asks]:
+        if isinstance(turn, dict) and isinstance(parts := turn.get("content"), list):
+            turn["content"] = [part for part in parts if not isinstance(part, dict) or part.get("type") not in IMAGES]
+            left_out += len(parts) - len(turn["content"])
+    if left_out:
+        logger.info("%d images before the last question are left out: the model reads only text", left_out)
+    return given
+
+
 def _no_limit(given: Any) -> Any:
     """None for -1, which is no limit of the request's own, as llama.cpp and LM Studio have it."""
     return None if given == -1 else given
@@ -112,7 +137,7 @@ def _limit_biases(given: Any) -> Any:
 def _limit_stops(given: list[str]) -> list[str]:
     if (characters := sum(map(len, given))) > MAX_STOP_CHARACTERS:
         raise ValueError(f"has {characters} characters in all, more than {MAX_STOP_CHARACTERS}; leave some out")
-    return given
+    return list(filter(None, given))
 
 
 def _without_token_ids(given: Any) -> Any:
@@ -134,7 +159,7 @@ TokenLimit = Annotated[TokenCount | None, BeforeValidator(_no_limit, json_schema
 # Fields that are a text or a list are a list to us.
 Texts = Text | list[Text]
 ListOfTexts = BeforeValidator(_as_list, json_schema_input_type=Texts)
-StopStrings = Annotated[list[CallId], Field(fail_fast=True), AfterValidator(_limit_stops), ListOfTexts]
+StopStrings = Annotated[list[Name], Field(fail_fast=True), AfterValidator(_limit_stops), ListOfTexts]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
 Prompt = Annotated[
     Annotated[Text, Tag(TEXT_TAG)] | Annotated[TokenIds, Tag(OBJECT_TAG)],
@@ -244,11 +269,11 @@ class MessageBody(LenientModel):
     reasoning_content: Text | None = None
     reasoning: Text | None = None  # as vLLM names the same
     refusal: Text | None = None
+    prefix: bool = False  # of the last turn: continue it, as Mistral and DeepSeek have it
     # What a model would have to see or do is refused.
     audio: None = None
     function_call: None = None
     images: Annotated[list[Any], Field(max_length=0)] | None = None
-    prefix: Literal[False] | None = None
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Self:
@@ -272,6 +297,13 @@ class MessageBody(LenientModel):
             self.name,
             (self.reasoning_content or self.reasoning or thoughts) if self.role == "assistant" else "",
         )
+
+
+Messages = Annotated[
+    list[MessageBody],
+    Field(min_length=1, max_length=1000, fail_fast=True),
+    BeforeValidator(_without_unseen, json_schema_input_type=list[MessageBody]),
+]
 
 
 class FunctionBody(LenientModel):
@@ -322,7 +354,7 @@ class JsonSchema(StrictModel):
 
     ignored = frozenset({"name", "description"})
     strict: bool = False
-    schema_: Annotated[Schema, Field(alias="schema")]
+    schema_: Annotated[Schema, Field(alias="schema"), AfterValidator(check_bounds)]
 
 
 class ResponseFormat(StrictModel):
@@ -352,13 +384,14 @@ OF_OPEN_WEBUI = (
 NEUTRAL: dict[str, Any] = {
     name: value
     for value, names in (
-        ([], "functions tools mcp_servers stop_token_ids"),
+        ([], "functions tools mcp_servers stop_token_ids transforms"),
+        ({}, "web_search_options options extra_body"),
         (["text"], "modalities"),
         ("", "suffix"),
-        (False, "echo ignore_eos use_beam_search include_stop_str_in_output continue_final_message"),
+        (False, "echo ignore_eos use_beam_search include_stop_str_in_output"),
         (True, "skip_special_tokens spaces_between_special_tokens add_generation_prompt include_reasoning"),
         (1, "best_of repeat_penalty length_penalty typical_p"),
-        (0, "min_tokens mirostat"),
+        (0, "min_tokens mirostat top_logprobs"),
     )
     for name in names.split()
 }
@@ -374,7 +407,7 @@ class GenerationBody(StrictModel):
     stream_options: StreamOptions | None = None
     max_tokens: TokenLimit = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = 0.0
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
+    top_p: Share | None = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # of sampling, as in vLLM; 0 and -1 are all tokens
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: StopStrings | None = None
@@ -411,20 +444,27 @@ class GenerationBody(StrictModel):
         return "response_format", held
 
 
-def _beside_logprobs(top: int, info: ValidationInfo) -> int:
-    if top and not info.data.get("logprobs"):
-        raise ValueError("set logprobs to true with it")
-    return top
+def _beside(name: str) -> AfterValidator:
+    """Refuse a value that says nothing where another field is not true."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if not info.data.get(name):
+            raise ValueError(f"set {name} to true with it")
+        return value
+
+    return AfterValidator(check)
 
 
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
     ignored = frozenset(f"{OF_CLIENTS} {OF_OPEN_WEBUI}".split())
-    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=1000, fail_fast=True)]
+    messages: Messages
     max_completion_tokens: TokenLimit = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20), AfterValidator(_beside_logprobs)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), _beside("logprobs")] | None = None
+    continue_final_message: bool = False  # of the assistant, in place of a message of its own
+    add_generation_prompt: Annotated[Literal[False], _beside("continue_final_message")] | None = None
     tools: Annotated[list[ToolBody], Field(fail_fast=True), AfterValidator(_differ)] | None = None
     tool_choice: ToolChoice | None = None  # without one "auto"
     function_call: Literal["none", "auto"] | None = None

@@ -46,7 +46,7 @@ from cacheblend.service.engine.prompt import MAX_NEW_TOKENS
         ({"documents": [{"text": "word " * 600}]}, PromptTooLongError, "take fewer chunks, lower max_tokens"),
         ({"temperature": -1.0}, ConfigError, "temperature=-1.0"),
         ({"temperature": float("inf")}, ConfigError, "temperature=inf"),
-        ({"top_p": 0.0}, ConfigError, "top_p=0.0"),
+        ({"top_p": -0.1}, ConfigError, "top_p=-0.1"),
         ({"top_p": 1.1}, ConfigError, "top_p=1.1"),
     ],
 )

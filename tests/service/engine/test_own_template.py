@@ -57,6 +57,10 @@ CHATS = (
     ("é 👩‍👩‍👧 中文",),
     ("Hi", "see\n</think>\n\nHello.", "12345"),
     (CONTROL_TEXT,),
+    ("Hi", "Yo", ""),
+    ("Hi", "Yo", " \n"),
+    ("Hi", "Hello. "),
+    ("Hi", ""),
 )
 
 
@@ -76,14 +80,20 @@ def turns_of(chat: tuple[str, ...]) -> list[Message]:
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_prompts_are_the_templates(template: str) -> None:
-    """White space, thoughts and the order of turns are the template's; the text of a control token stays text."""
+    """White space, thoughts and the order of turns are the template's; the text of a control token stays text.
+
+    The assistant's last turn stands before the answer, or the answer continues it.
+    """
     made = tokenizer(template)
     renderer = PromptRenderer(made, "Read.\n")
-    for chat in CHATS:
+    for chat, continues in ((chat, continues) for chat in CHATS for continues in (False, True)):
         turns = turns_of(chat)
-        prompt = renderer.chat(turns, with_chunks=False)
+        if continues and turns[-1].role != "assistant":
+            continue
+        prompt = renderer.chat(turns, with_chunks=False, continues=continues)
         own = [{"role": turn.role, "content": turn.content} for turn in turns]
-        rendered = made.apply_chat_template(own, tokenize=False, add_generation_prompt=True)
+        options = {"add_generation_prompt": not continues, "continue_final_message": continues}
+        rendered = made.apply_chat_template(own, tokenize=False, **options)
         assert made.decode(prompt.token_ids) == rendered, chat
         ids = made(rendered, add_special_tokens=False)["input_ids"]
         assert (list(prompt.token_ids) == ids) is (chat != (CONTROL_TEXT,)), chat

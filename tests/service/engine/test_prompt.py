@@ -172,6 +172,16 @@ def test_turns() -> None:
     assert made.decode(layout.suffix) == "Question: What?</s><s>assistant: "
 
 
+@pytest.mark.parametrize("continues", [False, True])
+def test_a_begun_answer_in_plain_text(continues: bool) -> None:
+    """Without a template an answer that the assistant has begun is continued in any case; a question may be empty."""
+    renderer = PromptRenderer(tokenizer(None), CHAT_INSTRUCTION)
+    for question in ("What?", ""):
+        turns = [Message("user", question), Message("assistant", "It is ")]
+        suffix = renderer.chat(turns, with_chunks=True, continues=continues).suffix
+        assert tokenizer().decode(suffix) == f"Question: {question}\nAnswer: It is"
+
+
 def test_without_chunks() -> None:
     """Without chunks there is neither instruction nor the word before a question."""
     layout = PromptRenderer(tokenizer(CHAT_TEMPLATE), CHAT_INSTRUCTION).chat([Message("user", "What?")], with_chunks=False)
@@ -181,9 +191,7 @@ def test_without_chunks() -> None:
 @pytest.mark.parametrize(
     ("template", "turns", "named"),
     [
-        (None, [], "last one"),
-        (None, [Message("user", "a"), Message("assistant", "b")], "last one"),
-        (None, [Message("user", "a"), Message("user", " ")], r"messages\[1\]"),
+        (None, [], "one must be the user's"),
         ("{{ messages[0].content }}", [Message("system", "a"), Message("user", "b")], "drops or repeats"),
         ("{{ raise_exception('no system') }}", [Message("user", "b")], "no system"),
     ],

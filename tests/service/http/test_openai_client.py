@@ -114,6 +114,7 @@ CHATS, TEXTS, ANTHROPIC, EMBEDDINGS = "/v1/chat/completions", "/v1/completions",
 NEUTRAL: dict[str, object] = {
     **{"service_tier": "auto", "verbosity": "low", "reasoning_effort": "low", "parallel_tool_calls": True, "drop_params": True},
     **{"n": 1.0, "seed": 7.0, "top_k": 40.0, "logit_bias": {}, "tools": [], "stop_token_ids": [], "cache_control": {}},
+    **{"top_p": 0, "web_search_options": {}, "options": {}, "extra_body": {}, "transforms": [], "top_logprobs": 0},
     **{"min_tokens": 0, "ignore_eos": False, "skip_special_tokens": True, "repeat_penalty": 1.0, "include_reasoning": True},
     **{"response_format": {"type": "text"}, "stream_options": {"include_usage": True}, "not_known": None},
 }
@@ -121,11 +122,12 @@ OF_KIND: dict[str, dict[str, object]] = {
     CHATS: {
         **{"tool_choice": "none", "functions": [], "function_call": "none", "logprobs": False, "modalities": ["text"]},
         **{"max_completion_tokens": 8.0, "thinking": {"type": "disabled"}, "continue_final_message": False},
+        **{"stop": "", "add_generation_prompt": True},
     },
-    TEXTS: {"echo": False, "best_of": 1, "suffix": ""},
+    TEXTS: {"echo": False, "best_of": 1, "suffix": "", "stop": [""]},
     ANTHROPIC: {
         **{"tool_choice": {"type": "auto"}, "mcp_servers": [], "thinking": {"type": "enabled", "budget_tokens": 1024}},
-        **{"context_management": {"edits": []}, "stop_sequences": []},
+        **{"context_management": {"edits": []}, "stop_sequences": [""]},
     },
     EMBEDDINGS: {"dimensions": 64.0, "drop_params": True, "truncate": "END", "input_type": "query", "user": "ada"},
 }
@@ -181,6 +183,7 @@ def test_many_stop_strings(openai_client: openai.OpenAI) -> None:
 
 
 TEXT_PART = {"type": "text", "text": "Nothing."}
+IMAGES = [{"type": "image_url", "image_url": {"url": "data:,"}}, {"type": "image", "source": {}}]
 BACK: dict[str, Any] = {
     **dict.fromkeys(("refusal", "audio", "function_call", "tool_calls", "images"), None),
     **{"annotations": [], "provider_specific_fields": {"refusal": None}, "thinking_blocks": [{"type": "thinking"}], "id": "1"},
@@ -197,10 +200,12 @@ BACK: dict[str, Any] = {
         ({"role": "assistant", "content": [{"type": "refusal", "refusal": "Nothing."}]}, None),
         ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""}),
         ({"role": "system", "content": ""}, {"role": "system", "content": None}),
+        ({"role": "user", "content": [TEXT_PART, *IMAGES]}, {"role": "user", "content": "Nothing."}),
+        ({"role": "user", "content": IMAGES}, {"role": "user", "content": ""}),
     ],
 )
 def test_turns_that_come_back(client: httpx.Client, turn: dict[str, Any], same_as: dict[str, Any] | None) -> None:
-    """What services and libraries add to an answer changes nothing of the prompt, and an earlier turn may be empty."""
+    """What services and libraries add to an answer changes nothing of the prompt, nor do images of an earlier turn."""
 
     def prompt_tokens(own: dict[str, Any]) -> int:
         body = {"messages": [*MESSAGES, own, *MESSAGES], "max_tokens": 1, "num_chunks": 0}
@@ -211,10 +216,10 @@ def test_turns_that_come_back(client: httpx.Client, turn: dict[str, Any], same_a
     assert prompt_tokens(turn) == prompt_tokens(same_as or {"role": "assistant", "content": "Nothing."})
 
 
-def test_system_messages(openai_client: openai.OpenAI) -> None:
+def test_last_messages_that_do_not_ask(openai_client: openai.OpenAI) -> None:
     """A chat may end with one, over the chunks of the user's question, or be nothing else, and then nothing is searched."""
-    for role in ("system", "developer"):
-        brief: Any = {"role": role, "content": "Name a keyword."}
+    for role, content in (("system", "Name a keyword."), ("developer", "Name a keyword."), ("user", " "), ("assistant", "A")):
+        brief: Any = {"role": role, "content": content}
         for messages, num_chunks in (([brief], 0), ([*MESSAGES, brief], 6)):
             answer = openai_client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1)
             assert answer.cacheblend["num_chunks"] == num_chunks

@@ -151,10 +151,12 @@ def test_what_cannot_be_enforced(client: openai.OpenAI) -> None:
     (a,) = json.loads(ask(client, response_format=form).choices[0].message.content)["a"] or [""]
     assert len(a) <= 3
     looking = {"type": "json_schema", "json_schema": {"schema": {"type": "string", "pattern": "^(?!x)y"}, "strict": True}}
+    deep = {"type": "json_schema", "json_schema": {"schema": json.loads('{"not": ' * 600 + "{}" + "}" * 600)}}
     for options, why in (
         ({"tools": [strict], "tool_choice": "required"}, "tool_choice: .*cannot be enforced"),
         ({"tools": [tool], "response_format": strict_form}, "response_format: .*cannot be enforced .*uniqueItems"),
-        ({"response_format": looking}, r"response_format: .*cannot be enforced .*\^\(\?!x\)y"),
+        ({"response_format": looking}, r"response_format: .*cannot be enforced \([^|]*\^\(\?!x\)y[^|]*\); leave"),
+        ({"response_format": deep}, "levels deep"),
     ):
         with pytest.raises(openai.BadRequestError, match=why):
             ask(client, **options)
@@ -190,6 +192,17 @@ def test_a_conversation_with_calls(client: openai.OpenAI, tools_engine: Engine) 
     assert suffix.endswith(f"Raining?assistant: {shown}tool: It rains.assistant:")
 
 
+def test_an_answer_that_is_continued(client: openai.OpenAI) -> None:
+    """The assistant's last message is a turn before the answer, or begins the answer where a client says so."""
+
+    def prompt_tokens(prefix: bool = False, **options: bool) -> int:
+        turns = [USER, {"role": "assistant", "content": "It ra", "prefix": prefix}]
+        return int(ask(client, turns, max_tokens=1, extra_body={"num_chunks": 0, **options}).usage.prompt_tokens)
+
+    continued = prompt_tokens(continue_final_message=True, add_generation_prompt=False)
+    assert prompt_tokens() > continued == prompt_tokens(prefix=True) == prompt_tokens(continue_final_message=True)
+
+
 def test_control_tokens_stay_text(tools_engine: Engine) -> None:
     """In tools, calls, and names of results, which a conversation keeps for good."""
     tokenizer = tools_engine.fusor.tokenizer
@@ -210,7 +223,6 @@ def test_what_is_refused(client: openai.OpenAI) -> None:
     named = {"type": "function", "function": {"name": "other"}}
     for options, message in (
         ({"tools": [TIME], "tool_choice": named}, "tool_choice: 'other' is none of the tools"),
-        ({"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]}, "messages: the last one"),
         ({"messages": [RESULT], "documents": [{"text": "x"}]}, "messages: one must be the user's"),
     ):
         body = {"messages": [USER], "max_tokens": 1, **options}
