@@ -9,11 +9,11 @@ a file of the user's. No request and no tenant's document is ever part of it.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from cacheblend.base.errors import ConfigError, InputError, PromptTooLongError
@@ -177,8 +177,7 @@ class ChunkContexts:
 
     def __init__(self, context: ChunkContext, retriever: IndexedDocuments) -> None:
         self._context, self._retriever = context, retriever
-        self._lock = Lock()
-        self._known: OrderedDict[tuple[str, str], dict[int, Earlier]] = OrderedDict()
+        self._ingested = lru_cache(REMEMBERED_DOCUMENTS)(self._of_index)
 
     def of_prompt(self, chunks: Sequence[Chunk]) -> tuple[Earlier, ...]:
         """The earlier chunks that each chunk of a prompt is computed after.
@@ -192,23 +191,18 @@ class ChunkContexts:
         return tuple(known[chunk.document_id, chunk.version].get(chunk.position, ()) for chunk in chunks)
 
     def _of(self, document: tuple[str, str], given: Sequence[Chunk]) -> dict[int, Earlier]:
-        with self._lock:
-            if document in self._known:
-                self._known.move_to_end(document)
-                return self._known[document]
-        try:
-            chunks = [chunk for chunk in self._retriever.chunks(document[0]) if chunk.version == document[1]]
-        except InputError:  # a text that a request brings need not be in the index
-            chunks = []
-        ingested = {chunk.position: chunk.token_ids for chunk in chunks}
-        if any(ingested.get(chunk.position) != chunk.token_ids for chunk in given):
-            return self._earlier(dict(sorted({chunk.position: chunk.token_ids for chunk in given}.items())))
-        found = self._earlier(ingested)
-        with self._lock:
-            self._known[document] = found
-            while len(self._known) > REMEMBERED_DOCUMENTS:
-                self._known.popitem(last=False)
-        return found
+        with suppress(InputError):  # a text that a request brings need not be in the index
+            ingested, earlier = self._ingested(*document)
+            if all(ingested.get(chunk.position) == chunk.token_ids for chunk in given):
+                return earlier
+        return self._earlier(dict(sorted({chunk.position: chunk.token_ids for chunk in given}.items())))
+
+    def _of_index(self, id_: str, version: str) -> tuple[dict[int, Sequence[int]], dict[int, Earlier]]:
+        """The chunks of an ingested document and their earlier ones; InputError, which is not remembered, if there is none."""
+        found = {chunk.position: chunk.token_ids for chunk in self._retriever.chunks(id_) if chunk.version == version}
+        if not found:
+            raise InputError(f"document {id_!r} has another version")
+        return found, self._earlier(found)
 
     def _earlier(self, chunks: Mapping[int, Sequence[int]]) -> dict[int, Earlier]:
         """The earlier chunks that each chunk of a document, by its position and in their order, is computed after."""
