@@ -62,10 +62,7 @@ class DamagedDocumentError(RetrieverError):
     """A document's text, token ids or vectors in the index are not the ones that were written."""
 
     def __init__(self, document_id: str) -> None:
-        super().__init__(
-            f"document {document_id!r} is damaged in the index; ingest it again, which replaces it; "
-            "`cacheblend store verify` finds what else is damaged"
-        )
+        super().__init__(f"document {document_id!r} is damaged in the index; ingest it again, and see `cacheblend store verify`")
         self.document_id = document_id
 
 
@@ -125,10 +122,7 @@ class DocumentChangedError(CacheBlendError):
     """A document was deleted or replaced while it was ingested, so its KV was not stored."""
 
     def __init__(self, document_id: str) -> None:
-        super().__init__(
-            f"document {document_id!r} was deleted or replaced while it was ingested; its KV was not stored; "
-            "look which text it has now, and ingest it again if it is to be another"
-        )
+        super().__init__(f"document {document_id!r} was deleted or replaced while it was ingested; look, and ingest it again")
         self.document_id = document_id
 
 

@@ -90,9 +90,7 @@ def write_error(path: Path, error: OSError) -> StoreError:
     """Translate a system error of a write into one of this project's."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StoreFullError(f"no room on the disk for {path}: {error.strerror}; free space, or use another disk")
-    return StoreDirectoryError(
-        f"{path} cannot be written: {error.strerror or error}; make the store's folder writable for this user, or name another"
-    )
+    return StoreDirectoryError(f"{path} cannot be written: {error.strerror or error}; make it writable, or name another folder")
 
 
 def user_data_folder() -> Path:

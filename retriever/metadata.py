@@ -88,9 +88,7 @@ def _fields(given: object, what: str) -> Mapping[str, Any]:
         raise InputError(f'{what} must be an object of at most {MAX_FIELDS} fields, such as {{"year": 2024}}')
     for name in given:
         if not isinstance(name, str) or not _FIELD.fullmatch(name):
-            raise InputError(
-                f"{what}: {str(name)[:70]!a} is no name of a field: 1 to 64 characters without quotes or backslashes"
-            )
+            raise InputError(f"{what}: {str(name)[:70]!a} is no name of a field: 1 to 64 characters, no quotes or backslashes")
     return given
 
 
@@ -100,6 +98,4 @@ def _check_values(name: str, values: Sequence[object]) -> None:
     for value in values:
         is_number = isinstance(value, int | float) and -(2**63) < value < 2**63  # NaN is neither
         if not is_number and not (isinstance(value, str) and not _NO_TEXT.search(value)):
-            raise InputError(
-                f"{name}: {str(value)[:40]!a} is no plain value; give text, a number, true or false, or a list of them"
-            )
+            raise InputError(f"{name}: {str(value)[:40]!a} is no plain value; give text, a number, true, false, or a list")

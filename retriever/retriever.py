@@ -212,10 +212,8 @@ class Retriever(IndexedDocuments):
         with self._lock, self._catalog.snapshot():
             index = self._searchable()  # again: others may have deleted chunks meanwhile
             if index.dimensions != len(vectors[0]):
-                raise RetrieverError(
-                    f"the embedder gives vectors of {len(vectors[0])} dimensions, the index has {index.dimensions}; "
-                    "use the embedder it was built with, or another directory"
-                )
+                why = f"the index has vectors of {index.dimensions} dimensions, not {len(vectors[0])}"
+                raise RetrieverError(f"{why}; use the embedder it was built with, or another directory")
             among = None if meets is None else self._catalog.chunk_ids(meets)
             found = self._find(index, texts, vectors, num_chunks, among)
         placed = [replace(one, place=self._place(one.chunk), score=1 - one.distance / 2) for one in found]
@@ -251,10 +249,8 @@ class Retriever(IndexedDocuments):
     def _embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         vectors_ND = np.asarray(self.embedder.encode(texts), dtype=np.float32)
         if vectors_ND.shape != (len(texts), self.embedder.dimensions) or not np.isfinite(vectors_ND).all():
-            raise RetrieverError(
-                f"embedder {self.embedder.name!r} gave vectors of shape {vectors_ND.shape}, or some that are not finite; "
-                f"({len(texts)}, {self.embedder.dimensions}) was expected; use another embedder"
-            )
+            found = f"vectors of shape {vectors_ND.shape}, or some that are not finite"
+            raise RetrieverError(f"embedder {self.embedder.name!r} gave {found}; use another embedder")
         return vectors_ND
 
     def _find(

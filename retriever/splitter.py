@@ -55,10 +55,7 @@ class PlainTokenizer:
         self._slice_characters = slice_characters
         backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
         if not isinstance(backend, Tokenizer):
-            raise RetrieverError(
-                f"{type(tokenizer).__name__} gives no character offsets, which splitting needs; "
-                "use a model with a fast tokenizer (one that has a tokenizer.json)"
-            )
+            raise RetrieverError(f"{type(tokenizer).__name__} is no fast tokenizer; use a model that has a tokenizer.json")
         definition = json.loads(backend.to_str())
         model = definition["model"]
         unknown = {model.get("unk_token"), model.get("unk_id")}  # by content, or by id in Unigram models

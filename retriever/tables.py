@@ -8,8 +8,6 @@ Shapes: D dimensions.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,10 +16,9 @@ from numpy.typing import NDArray
 
 from cacheblend.base.errors import DamagedDocumentError
 
-from .document import CatalogedDocument, Chunk
-from .metadata import Metadata, as_json
+from .document import CatalogedDocument, Chunk, Document
+from .metadata import as_json
 
-RunSql = Callable[[str, Sequence[object]], list[tuple[Any, ...]]]  # the rows of a statement with these values
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS documents (
@@ -49,6 +46,8 @@ CREATE TABLE IF NOT EXISTS metadata (      -- of the documents that have some
 """
 INSERT_DOCUMENT = "INSERT INTO documents (id, version, title, chunks, checksum) VALUES (?, ?, ?, ?, ?)"
 INSERT_CHUNK = "INSERT INTO chunks (document_id, position, text, token_ids, vector, checksum) VALUES (?, ?, ?, ?, ?, ?)"
+INSERT_METADATA = "INSERT INTO metadata VALUES (?, ?, ?)"  # of a document that has some
+SELECT_METADATA = "SELECT d.version, m.fields, m.checksum FROM metadata m JOIN documents d ON d.id = m.document_id WHERE d.id = ?"
 SELECT_DOCUMENTS = "SELECT id, version, title, chunks, checksum FROM documents "
 JOINED = "FROM chunks c JOIN documents d ON d.id = c.document_id"
 SELECT_CHUNKS = f"""
@@ -74,21 +73,10 @@ def chunk_row(chunk: Chunk, vector_D: NDArray[np.float32]) -> tuple[object, ...]
     return chunk.document_id, chunk.position, chunk.text, token_ids, vector, checksum
 
 
-def insert_metadata(sql: RunSql, document_id: str, version: str, metadata: Metadata) -> None:
-    """Write the row of a document that has some."""
-    if metadata:
-        fields = as_json(metadata)
-        sql("INSERT INTO metadata VALUES (?, ?, ?)", (document_id, fields, row_checksum(document_id, version, fields)))
-
-
-def select_metadata(sql: RunSql, document_id: str) -> dict[str, Any]:
-    """The metadata of a document, empty if it has none; `DamagedDocumentError` if they are not what was written."""
-    joined = "SELECT d.version, m.fields, m.checksum FROM metadata m JOIN documents d ON d.id = m.document_id"
-    for version, fields, checksum in sql(f"{joined} WHERE d.id = ?", (document_id,)):
-        if checksum != row_checksum(document_id, version, fields):
-            raise DamagedDocumentError(document_id)
-        return dict(json.loads(fields))
-    return {}
+def metadata_row(document: Document) -> tuple[object, ...]:
+    """The values of `INSERT_METADATA`."""
+    fields = as_json(document.metadata)
+    return document.id, fields, row_checksum(document.id, document.version, fields)
 
 
 def document_of(row: tuple[Any, ...]) -> CatalogedDocument:

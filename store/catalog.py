@@ -245,10 +245,8 @@ class Catalog:
                 _insert(transaction, found())
                 transaction.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         elif version != SCHEMA_VERSION:
-            raise StoreDirectoryError(
-                f"{path} has schema {version}, this version of cacheblend reads {SCHEMA_VERSION}; "
-                "use the version that made it, or a new folder"
-            )
+            remedy = "use the version that made it, or a new folder"
+            raise StoreDirectoryError(f"{path} has schema {version}, and this version reads {SCHEMA_VERSION}; {remedy}")
         else:
             self._check_rows()
 

@@ -254,10 +254,8 @@ class ChunkKV(PlainKV):
             raise InputError("a ChunkKV needs the keys and values of at least one layer; got none")
         for layer, (k_HTD, v_HTD) in enumerate(self.layers):
             if k_HTD.dim() != 3 or k_HTD.shape != v_HTD.shape or k_HTD.shape[1] != len(self.token_ids):
-                raise InputError(
-                    f"layer {layer} of a ChunkKV must be two tensors (kv_heads, {len(self.token_ids)} tokens, head_dim); "
-                    f"got {tuple(k_HTD.shape)} and {tuple(v_HTD.shape)}"
-                )
+                wanted, found = f"(kv_heads, {len(self.token_ids)} tokens, head_dim)", [*map(tuple, (k_HTD.shape, v_HTD.shape))]
+                raise InputError(f"layer {layer} of a ChunkKV must be two tensors {wanted}; got {found}")
             if k_HTD.dtype != v_HTD.dtype or k_HTD.dtype != self.dtype:
                 raise InputError(f"layer {layer} of a ChunkKV has dtypes {k_HTD.dtype} and {v_HTD.dtype}, not {self.dtype}")
 

@@ -92,10 +92,8 @@ class KVStore(Closing):
             return _done(digest in self._nvme)
         # 3. Otherwise queue the entry, readable from now on, and wait while the queue is too long.
         if entry.nbytes > self.config.nvme_budget_bytes:
-            raise StoreFullError(
-                f"an entry of {entry.nbytes} bytes is larger than nvme_budget_bytes={self.config.nvme_budget_bytes}; "
-                "raise the budget or split the chunk"
-            )
+            above = f"nvme_budget_bytes={self.config.nvme_budget_bytes}; raise it, or split the chunk"
+            raise StoreFullError(f"an entry of {entry.nbytes} bytes is larger than {above}")
         waiting = self._enqueue(write)
         assert waiting is not None, "an entry that is new was not discarded"
         return waiting.stored

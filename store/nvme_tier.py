@@ -323,10 +323,8 @@ class NvmeTier:
                     if excess_bytes <= 0:
                         break
             if excess_bytes > 0 and file_bytes:
-                raise StoreFullError(
-                    f"an entry of {file_bytes} bytes does not fit nvme_budget_bytes={self.budget_bytes} beside what is pinned; "
-                    "raise the budget, or split the chunk"
-                )
+                budget = f"nvme_budget_bytes={self.budget_bytes} beside what is pinned; raise it, or split the chunk"
+                raise StoreFullError(f"an entry of {file_bytes} bytes does not fit {budget}")
             yield victims
             self.evictions += len(victims)
         finally:

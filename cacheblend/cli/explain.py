@@ -70,6 +70,4 @@ def _messages(file: Path) -> list[tuple[str, str]]:
     except OSError as error:
         raise InputError(f"cannot read {file}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(
-            f'{file} is no request ({type(error).__name__}: {error}); give JSON with "messages", or with a "prompt"'
-        ) from error
+        raise InputError(f'{file} is no request ({error!r}); give JSON with "messages", or with a "prompt"') from error

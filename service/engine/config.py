@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-_DEVICES = '"auto", "cpu", "cuda" or "cuda:N"'
 METHODS = ("full_recompute", "prefix_cache", "full_reuse", "blend")
 KV_FOLDER, INDEX_FOLDER, VLLM_FOLDER = "kv", "index", "vllm"  # of a store folder; the last has the texts that a vLLM was given
 # A recompute ratio, None for r* or what hides behind loading; and how far a first token may move before a blend is widened.
@@ -100,7 +99,7 @@ class EngineConfig:
             raise ConfigError("store_dir", self.store_dir, "name the folder that holds store and index")
         named = re.fullmatch(r"auto|cpu|cuda(?::(\d{1,9}))?", str(self.device), re.ASCII)
         if named is None:
-            raise ConfigError("device", self.device, _DEVICES)
+            raise ConfigError("device", self.device, '"auto", "cpu", "cuda" or "cuda:N"')
         if named[0].startswith("cuda"):
             import torch
 

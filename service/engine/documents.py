@@ -113,10 +113,8 @@ class Documents:
             while (report := self.commit(batch, versions, needed)) is None:
                 gone = {key for key in needed if key not in store}
                 if must_stay and (lost := len(gone.intersection(batch.computed))):
-                    raise BudgetTooSmallError(
-                        f"the KV of {lost} of {len(needed)} chunks does not fit the store's byte budget beside the others'; "
-                        "raise nvme_budget_bytes, delete documents, or ingest fewer at once"
-                    )
+                    remedy = "raise nvme_budget_bytes, delete documents, or ingest fewer at once"
+                    raise BudgetTooSmallError(f"the KV of {lost} of {len(needed)} chunks does not fit the store; {remedy}")
                 encoder.compute(batch, gone, progress)
                 if not must_stay:
                     needed -= gone  # once each: if the budget is below the corpus, they may go again

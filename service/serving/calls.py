@@ -127,10 +127,7 @@ class CallPool:
                 raise stopping_error()
             if (own := self.count(call.tenant)) >= self._max_calls:
                 retry_after_s = max(1, math.ceil(own * self._mean_s))
-                raise QueueFullError(
-                    f"{own} {self._name} wait or run already, as many as one client may have; try again in {retry_after_s} s",
-                    retry_after_s,
-                )
+                raise QueueFullError(f"{own} {self._name} wait or run already; try again in {retry_after_s} s", retry_after_s)
             self._waiting.append(call)
             self._start()
 

@@ -17,7 +17,7 @@ DOCUMENTS = [
     {"id": "cats", "title": "Cats", "text": "A cat sleeps on the warm roof. " * 3},
     {"id": "dogs", "title": "Dogs", "text": "A dog runs through the cold river. " * 3},
 ]
-REFUSED = r"catalogue\.sqlite has format 9, this version of cacheblend reads 3; use the version that made it, or another dir"
+REFUSED = r"catalogue\.sqlite has format 9, and this version reads 3; use the version that made it, or another dir"
 DAMAGES = {
     "text": "UPDATE chunks SET text = 'A cat sleeps on the warm proof. ' WHERE document_id = 'cats' AND position = 1",
     "no text": "UPDATE chunks SET text = CAST(x'ff' || CAST(text AS BLOB) AS TEXT) WHERE document_id = 'cats' AND position = 1",

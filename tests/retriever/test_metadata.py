@@ -97,7 +97,7 @@ def test_bad_filters(retriever: Retriever, wanted: Any, message: str | None) -> 
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"a": {"b": 1}}, "document 'x': a: .* is no plain value; give text, a number, true or false, or a list of them"),
+        ({"a": {"b": 1}}, "document 'x': a: .* is no plain value; give text, a number, true, false, or a list"),
         ({"a": [[1]]}, "is no plain value"),
         ({"a": ["x" * 60] * 100}, f"metadata of .* is more than {MAX_BYTES}"),
         ({"a": []}, "has 0 values"),
