@@ -62,7 +62,7 @@ class DamagedDocumentError(RetrieverError):
     """A document's text, token ids or vectors in the index are not the ones that were written."""
 
     def __init__(self, document_id: str) -> None:
-        super().__init__(f"document {document_id!r} is damaged in the index; ingest it again, and see `cacheblend store verify`")
+        super().__init__(f"document {document_id!r} is damaged in the index; ingest it again, or see `cacheblend store verify`")
         self.document_id = document_id
 
 

@@ -47,7 +47,7 @@ CREATE TABLE IF NOT EXISTS metadata (      -- of the documents that have some
 INSERT_DOCUMENT = "INSERT INTO documents (id, version, title, chunks, checksum) VALUES (?, ?, ?, ?, ?)"
 INSERT_CHUNK = "INSERT INTO chunks (document_id, position, text, token_ids, vector, checksum) VALUES (?, ?, ?, ?, ?, ?)"
 INSERT_METADATA = "INSERT INTO metadata VALUES (?, ?, ?)"  # of a document that has some
-SELECT_METADATA = "SELECT d.version, m.fields, m.checksum FROM metadata m JOIN documents d ON d.id = m.document_id WHERE d.id = ?"
+SELECT_METADATA = "SELECT version, fields, m.checksum FROM metadata m JOIN documents ON id = document_id WHERE id = ?"
 SELECT_DOCUMENTS = "SELECT id, version, title, chunks, checksum FROM documents "
 JOINED = "FROM chunks c JOIN documents d ON d.id = c.document_id"
 SELECT_CHUNKS = f"""
