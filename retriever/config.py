@@ -23,10 +23,7 @@ class RetrieverConfig:
     directory: Path | None = None  # of the catalog, made when missing; None keeps it in memory
     chunk_tokens: int = option(512, "Tokens of the model in a chunk, before its separator; fixed once documents are ingested.")
     embedder: str = option(DEFAULT_EMBEDDER, "A sentence-transformers model: a name or a folder.")
-    index_budget_bytes: int | None = option(
-        None,
-        "Bytes that texts, token ids and vectors may take in the index; documents beyond them are refused. Left out, no bound.",
-    )
+    index_budget_bytes: int | None = option(None, "Bytes of the index (texts, token ids, vectors); more are refused.")
     min_score: float | None = option(None, "Leave out chunks whose cosine similarity with the question, -1 to 1, is below it.")
     search_rounds: int = 2  # the second takes a third of the chunks by names in the best document, for questions over two
 

@@ -212,7 +212,7 @@ class Retriever(IndexedDocuments):
         with self._lock, self._catalog.snapshot():
             index = self._searchable()  # again: others may have deleted chunks meanwhile
             if index.dimensions != len(vectors[0]):
-                why = f"the index has vectors of {index.dimensions} dimensions, not {len(vectors[0])}"
+                why = f"the embedder gives vectors of {len(vectors[0])} dimensions, the index has {index.dimensions}"
                 raise RetrieverError(f"{why}; use the embedder it was built with, or another directory")
             among = None if meets is None else self._catalog.chunk_ids(meets)
             found = self._find(index, texts, vectors, num_chunks, among)

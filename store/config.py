@@ -21,6 +21,7 @@ class StoreConfig:
         directory: a folder on a local file system; made when missing; an engine sets its own. Its file system needs room for
             one group of writes more than the NVMe budget, since new entries are written before older ones are removed.
         write_queue_bytes: bytes of entries that wait to be written before a put blocks.
+        remote_queue_bytes: bytes of entries that wait for the remote tier; more are not sent.
         remote: no text shows it, since it may hold a password; `unix:///path` is a Redis too.
         remote_tenant: two tenants have no object in common.
 
@@ -38,8 +39,7 @@ class StoreConfig:
     direct_reads: bool = option(False, "Read KV past the page cache, for a store larger than RAM.")
     remote: str | None = option(
         None,
-        "URL of a tier that machines share, of redis://, rediss://, unix://, s3://, gs://, az://, file://: "
-        "rediss://host:6379 (TLS), s3://bucket/prefix, "
+        "URL of a tier that machines share: redis://, rediss:// (TLS), unix://, s3://bucket/prefix, gs://, az://, "
         "file:///folder. Others of the machine see a flag with a password in it, and no variable.",
         panel=REMOTE_PANEL,
         secret=True,
@@ -57,7 +57,7 @@ class StoreConfig:
         panel=REMOTE_PANEL,
     )
     remote_timeout_s: float = option(1.0, "Seconds after which a call to the remote tier has failed.", panel=REMOTE_PANEL)
-    remote_queue_bytes: int = option(256 * MIB, "KV bytes that wait for the remote tier; more is not sent.", panel=REMOTE_PANEL)
+    remote_queue_bytes: int = 256 * MIB
 
     def __post_init__(self) -> None:
         if not isinstance(self.directory, str | os.PathLike) or not os.fspath(self.directory):

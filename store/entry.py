@@ -238,7 +238,7 @@ class EncodedEntry:
             context=kv.context,
         )
         if kv.model is not None and (own := info.key_for(kv.model)) != key:
-            raise InputError(f"the KV has key {own}, not {key}; make it of the KV's token_ids, prefix_ids, context and model")
+            raise InputError(f"the KV has key {own}, not {key}; make it of its own token_ids, prefix_ids, context and model")
         checksums: list[str] = []
         entry = cls(info, checksums)
         for piece, layers in zip(entry.pieces, _layers_by_piece(info), strict=True):

@@ -29,7 +29,7 @@ VARIABLES = ("remote", "remote_secret")
 OF_ENGINE = (
     *("store_dir", "recompute_ratio", "ram_budget_bytes", "nvme_budget_bytes", "instruction", "context_filler"),
     *("preset", "max_loss_nats", "chunk_tokens", "find_passages", "index_budget_bytes"),
-    *(*VARIABLES, "remote_timeout_s", "remote_queue_bytes"),
+    *(*VARIABLES, "remote_timeout_s"),
 )
 OPTIONS = (*OF_ENGINE, "codec")
 # What prompts begin with (a system message) has so large a part of the RAM budget, one over this.

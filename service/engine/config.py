@@ -76,9 +76,7 @@ class EngineConfig:
     )
     prefix_budget_bytes: int = option(512 * MIB, "Bytes of RAM for KV of prompts' beginnings: system messages, conversations.")
     context_filler: str = option(
-        "auto",
-        "Passages that every chunk's KV is computed after: auto (the package's), none, or a text file. KV that "
-        "was stored with others is not found.",
+        "auto", "Passages that chunks' KV is computed after: auto (the package's), none, or a text file; other KV is not found."
     )
     context_document_tokens: int = option(
         DOCUMENT_TOKENS,

@@ -114,7 +114,7 @@ class Documents:
                 gone = {key for key in needed if key not in store}
                 if must_stay and (lost := len(gone.intersection(batch.computed))):
                     remedy = "raise nvme_budget_bytes, delete documents, or ingest fewer at once"
-                    raise BudgetTooSmallError(f"the KV of {lost} of {len(needed)} chunks does not fit the store; {remedy}")
+                    raise BudgetTooSmallError(f"the KV of {lost} chunks does not fit the store's byte budget; {remedy}")
                 encoder.compute(batch, gone, progress)
                 if not must_stay:
                     needed -= gone  # once each: if the budget is below the corpus, they may go again

@@ -87,14 +87,14 @@ def test_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(os, call, read_only)
-    refuse(tmp_path / ("new" if call == "mkdir" else "store"), "make the store's folder writable")
+    refuse(tmp_path / ("new" if call == "mkdir" else "store"), "make it writable")
 
 
 def test_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that another user owns is refused with the remedy."""
     make_store(tmp_path)
     monkeypatch.setattr(os, "access", lambda *_: False)
-    refuse(tmp_path, "Permission denied; make the store's folder writable")
+    refuse(tmp_path, "Permission denied; make it writable")
 
 
 def test_catalog_of_another_schema(tmp_path: Path) -> None:
