@@ -10,16 +10,12 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from .estimators import Pipeline, RecomputeEstimator, load_seconds
+from cacheblend.blend import Schedule
 
-if TYPE_CHECKING:
-    from cacheblend.blend import Schedule
-
-    from .config import LoaderConfig
-    from .estimators import Read
-    from .profile import Profile
+from .config import LoaderConfig
+from .estimators import Pipeline, Read, RecomputeEstimator, load_seconds
+from .profile import Profile
 
 logger = logging.getLogger(__name__)
 WINDOW = 8  # requests of a calibration's median

@@ -7,18 +7,14 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from cacheblend.blend import Schedule
 from cacheblend.blend.layer_passes import MAX_QUESTION_TOKENS
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from cacheblend.blend import Schedule
-
-    from .profile import Profile, TierSpeed
+from .profile import Profile, TierSpeed
 
 Read = tuple[str, int]
 FITS = 8

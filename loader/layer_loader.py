@@ -12,25 +12,21 @@ import functools
 import threading
 import time
 from collections import Counter
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from cacheblend.base.errors import FusionCancelledError
 from cacheblend.base.files import Closing
+from cacheblend.base.memory import Bytes
 from cacheblend.base.threads import in_daemon_thread
-from cacheblend.blend import LayerKV
+from cacheblend.blend import KVGeometry, LayerKV, Prompt
+from cacheblend.store import KVHandle
 from cacheblend.store.chunk import host_bytes
 
 from .config import LoaderConfig
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
-
-    from cacheblend.base.memory import Bytes
-    from cacheblend.blend import KVGeometry, Prompt
-    from cacheblend.store import KVHandle
 
 THREAD_NAME = "layer-loader"
 

@@ -12,24 +12,19 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
 from cacheblend.base.errors import ConfigError, StoreError
 from cacheblend.base.files import make_folder
-from cacheblend.blend import FusionConfig, LayerKV, Prompt, Segment
+from cacheblend.blend import FusionConfig, Fusor, KVGeometry, LayerKV, Prompt, Segment
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
 
-from .config import LENGTHS
+from .config import LENGTHS, LoaderConfig
 from .estimators import work_of
 from .layer_loader import LayerLoader
 from .profile import LayerSample, PrefillSample, Profile, TierSpeed, describe_device
-
-if TYPE_CHECKING:
-    from cacheblend.blend import Fusor, KVGeometry
-
-    from .config import LoaderConfig
 
 logger = logging.getLogger(__name__)
 # Of the tiers: chunks of a prompt, the model that they are of, and the largest prompt.

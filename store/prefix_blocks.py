@@ -11,19 +11,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from cacheblend.base.errors import StoreError
+from cacheblend.base.memory import Bytes
 
 from .chunk import PlainKV, check_shape, length_prefixed
 from .codecs import LayerPair
-
-if TYPE_CHECKING:
-    from cacheblend.base.memory import Bytes
-
 
 BLOCK_TOKENS = 16
 STATE = 0  # the window of layers that hold one state of all tokens before it: a prefix needs that after its last block

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -23,9 +23,7 @@ from cacheblend.base.memory import Bytes
 from .chunk import EncodedLayer, PlainKV, check_shape
 from .codecs import LayerPair
 from .entry import EncodedEntry, EntryInfo
-
-if TYPE_CHECKING:
-    from .remote import RemoteStats
+from .remote import RemoteStats
 
 T = TypeVar("T")
 RAM, NVME = "ram", "nvme"

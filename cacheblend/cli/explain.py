@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from cacheblend.base.errors import InputError
+from cacheblend.retriever.passages import Passage, find_passages
 from cacheblend.service.engine.config import INDEX_FOLDER
 
 from . import options, terminal
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cacheblend.retriever.passages import Passage
 
 SHOWN = 60  # characters of each end of a passage
 
@@ -35,7 +32,6 @@ def explain(
         cacheblend explain request.json --store-dir store
     """
     from cacheblend.retriever.index import IndexedDocuments
-    from cacheblend.retriever.passages import find_passages
     from cacheblend.service.engine.passages import passages_of
 
     messages = _messages(request)

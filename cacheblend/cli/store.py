@@ -7,23 +7,20 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import starmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.filesize import decimal
 
 from cacheblend.base.errors import InputError
+from cacheblend.retriever.catalog import IndexReport
 from cacheblend.retriever.index import INDEX_FILE, IndexedDocuments
 from cacheblend.service.engine.config import INDEX_FOLDER, KV_FOLDER, VLLM_FOLDER
 from cacheblend.service.engine.documents import Documents, shown_chunk
-from cacheblend.store import KVStore, StoreConfig
+from cacheblend.store import KVStore, StoreConfig, VerifyReport
 
 from . import options, terminal
 from .terminal import counted
-
-if TYPE_CHECKING:
-    from cacheblend.retriever.catalog import IndexReport
-    from cacheblend.store import VerifyReport
 
 app = typer.Typer(help="Check stores of chunk KV and their index.", no_args_is_help=True)
 documents = typer.Typer(help="List, show and delete ingested documents.", no_args_is_help=True)

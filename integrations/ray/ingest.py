@@ -15,31 +15,26 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from cacheblend.base.errors import CacheBlendError, ConfigError, DocumentChangedError, InputError, needs_extra
 from cacheblend.base.options import from_options
 from cacheblend.base.threads import Progress
 from cacheblend.blend.loading import load_tokenizer
-from cacheblend.retriever import Retriever
+from cacheblend.retriever import Embedder, Retriever
 from cacheblend.service.engine.config import EngineConfig, remember_settings
 from cacheblend.service.engine.document_sources import SourceReport
 from cacheblend.service.engine.documents import Documents
-from cacheblend.service.engine.ingest import IngestReport
+from cacheblend.service.engine.ingest import EncodedBatch, IngestReport
 from cacheblend.store import KVStore
 
+from . import RayConfig
 from .tasks import Delivery, PrecomputeActor, SourceFile, file_groups, list_files, read_batches
 
 with needs_extra("ray"):
     import ray
     import ray.data
     from ray.data import ActorPoolStrategy, DataContext, ExecutionResources, TaskPoolStrategy
-
-if TYPE_CHECKING:
-    from cacheblend.retriever import Embedder
-    from cacheblend.service.engine.ingest import EncodedBatch
-
-    from . import RayConfig
 
 LOCAL = "local"
 READERS = 2  # tasks that read files at once; one reads megabytes a second, of which an actor computes kilobytes

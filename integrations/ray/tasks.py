@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from cacheblend.base.errors import CacheBlendError, InputError, RemoteError
 from cacheblend.base.threads import Progress, in_groups
-from cacheblend.retriever import Document, Retriever
+from cacheblend.retriever import Document, Embedder, Retriever
 from cacheblend.service.engine.chunk_context import ChunkEncoder
 from cacheblend.service.engine.config import EngineConfig, load_fusor
 from cacheblend.service.engine.document_sources import STANDARD_INPUT, SourceReport, file_documents, source_files
@@ -28,8 +28,6 @@ from cacheblend.store import KVStore
 
 if TYPE_CHECKING:
     import ray
-
-    from cacheblend.retriever import Embedder
 
 logger = logging.getLogger(__name__)
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)  # before the remote tier is asked again

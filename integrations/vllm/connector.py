@@ -356,10 +356,8 @@ def _compare(name: str, dtype: torch.dtype, exact: dict[int, float], blended: di
     off = max((abs(value - blended[token]) for token, value in exact.items() if token in blended), default=0.0)
     allowed = ALLOWED.get(dtype, ALLOWED_16_BITS)
     if (exact and not exact.keys() & blended.keys()) or not off <= allowed:
-        raise UnsupportedModelError(
-            f"{name} cannot be blended in this vLLM: at ratio {ratio}, where blending must be exact, log probabilities of the "
-            f"next token are off by {off:.3g} (allowed: {allowed:g})"
-        )
+        found = f"at ratio {ratio}, which must be exact, log probabilities are off by {off:.3g} (allowed: {allowed:g})"
+        raise UnsupportedModelError(f"{name} cannot be blended in this vLLM: {found}")
 
 
 def _name_shapes_of_sharing_layers(vllm_config: Any, kv_cache_config: Any) -> None:

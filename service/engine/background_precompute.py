@@ -7,20 +7,16 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from cacheblend.base.errors import CacheBlendError
 from cacheblend.base.threads import in_own_thread, lower_priority
+from cacheblend.retriever import Retriever
 from cacheblend.store import PASSAGES, ChunkKey, DocumentVersion, KVStore
 from cacheblend.store.tiers import AdmissionFilter
 
 from .chunk_context import ChunkEncoder
 from .ingest import FETCH_S
-
-if TYPE_CHECKING:
-    from cacheblend.retriever import Retriever
-
-    from .prompt import PromptChunk
+from .prompt import PromptChunk
 
 logger = logging.getLogger(__name__)
 POSTPONE_TIMES = 9  # of the seconds that the last precompute took: beside running requests it has a tenth of the time

@@ -14,21 +14,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cacheblend.base.errors import ConfigError, InputError, PromptTooLongError
-from cacheblend.blend import ChunkContext
-from cacheblend.retriever import PlainTokenizer
+from cacheblend.blend import ChunkContext, Fusor
+from cacheblend.retriever import Chunk, PlainTokenizer
 from cacheblend.retriever.config import SEPARATOR
-from cacheblend.store import ChunkKey, context_digest
+from cacheblend.retriever.index import IndexedDocuments
+from cacheblend.store import ChunkKey, ChunkKV, context_digest
 
-if TYPE_CHECKING:
-    from cacheblend.blend import Fusor
-    from cacheblend.retriever import Chunk
-    from cacheblend.retriever.index import IndexedDocuments
-    from cacheblend.store import ChunkKV
-
-    from .config import EngineConfig
+from .config import EngineConfig
 
 PACKAGED_FILLER = Path(__file__).parent / "context.txt"
 FILLER_TOKENS = 384

@@ -71,9 +71,7 @@ class EngineConfig:
     device: str = option("auto", "auto (CUDA where it is, else the CPU), cpu, cuda or cuda:N.")
     dtype: str = option("auto", "auto: the checkpoint's, if 16-bit and fast on the device, else float32.", choices=DTYPES)
     max_tokens: int | None = option(None, "Most tokens of an answer, unless its request says otherwise; else as many as fit.")
-    kv_cache_dtype: str = option(
-        "raw", "How chunks' KV is stored; raw is exact. KV of another is not found.", choices=CODEC_NAMES
-    )
+    kv_cache_dtype: str = option("raw", "How chunks' KV is stored; raw is exact. Another's is not found.", choices=CODEC_NAMES)
     prefix_budget_bytes: int = option(512 * MIB, "Bytes of RAM for KV of prompts' beginnings: system messages, conversations.")
     context_filler: str = option(
         "auto", "Passages that chunks' KV is computed after: auto (the package's), none, or a text file; other KV is not found."
@@ -109,10 +107,9 @@ class EngineConfig:
         if self.max_tokens is not None:
             check_whole("max_tokens", self.max_tokens)
         check_whole("prefix_budget_bytes", self.prefix_budget_bytes)
+        check_whole("context_document_tokens", self.context_document_tokens, at_least=0)
         if not isinstance(self.context_filler, str) or not self.context_filler.strip():
             raise ConfigError("context_filler", self.context_filler, '"auto", "none", or a text file')
-        if self.context_document_tokens < 0:
-            raise ConfigError("context_document_tokens", self.context_document_tokens, "0 or more")
         if self.store.directory != StoreConfig().directory or self.retriever.directory is not None:
             raise ConfigError("directory", self.store.directory, "name the folder of an engine as store_dir alone")
         self.store_config()

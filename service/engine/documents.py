@@ -17,21 +17,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cacheblend.base.errors import BudgetTooSmallError, CacheBlendError, DamagedDocumentError, InputError
-from cacheblend.base.threads import in_groups
-from cacheblend.retriever import Document, Retriever
-from cacheblend.retriever.document import file_of
+from cacheblend.base.threads import Progress, in_groups
+from cacheblend.retriever import Chunk, Document, Retriever
+from cacheblend.retriever.document import CatalogedDocument, ChunkPlace, file_of
+from cacheblend.retriever.index import IndexedDocuments
+from cacheblend.store import ChunkKey, KVStore
 
-if TYPE_CHECKING:
-    from cacheblend.base.threads import Progress
-    from cacheblend.retriever import Chunk
-    from cacheblend.retriever.document import CatalogedDocument, ChunkPlace
-    from cacheblend.retriever.index import IndexedDocuments
-    from cacheblend.store import ChunkKey, KVStore
-
-    from .ingest import DocumentEncoder, EncodedBatch, IngestReport
+from .ingest import DocumentEncoder, EncodedBatch, IngestReport
 
 logger = logging.getLogger(__name__)
 _NUMBER = re.compile("([0-9]+)")
