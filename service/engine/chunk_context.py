@@ -192,7 +192,7 @@ class ChunkContexts:
                 return earlier
         return self._earlier(dict(sorted({chunk.position: chunk.token_ids for chunk in given}.items())))
 
-    def _of_index(self, id_: str, version: str) -> tuple[dict[int, Sequence[int]], dict[int, Earlier]]:
+    def _of_index(self, id_: str, version: str) -> tuple[dict[int, tuple[int, ...]], dict[int, Earlier]]:
         """The chunks of an ingested document and their earlier ones; InputError, which is not remembered, if there is none."""
         found = {chunk.position: chunk.token_ids for chunk in self._retriever.chunks(id_) if chunk.version == version}
         if not found:
