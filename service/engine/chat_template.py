@@ -79,7 +79,7 @@ class ChatTemplate:
         ):
             names = f"knows {', '.join(sorted(known))}" if known else "has no variables to set; leave it out"
             raise ConfigError(field, unknown[0], f"the model's chat template {names}")
-        if self.has_controls(text):
+        if self._plain.controls(self.ids(text)):
             raise ConfigError(field, text, "values without the text of a control token of the model")
 
     def split_switch(self, text: str) -> tuple[str, str]:
@@ -126,10 +126,6 @@ class ChatTemplate:
         """The ids that the tokenizer itself puts in front of a text: BOS, or none."""
         text, ids = list(self.ids("a")), self._tokenizer("a")["input_ids"]
         return next((tuple(ids[:place]) for place in range(len(ids)) if ids[place : place + len(text)] == text), ())
-
-    def has_controls(self, text: str) -> bool:
-        """Whether a text has that of a control token, which the template would make one."""
-        return bool(self._plain.controls(self.ids(text)))
 
 
 def _names(node: nodes.Node) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from cacheblend.base.errors import InputError, needs_extra
@@ -85,8 +85,6 @@ class GrammarCompiler:
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any) -> None:
         self._model, self._tokenizer = model, tokenizer
-        self._lock = threading.Lock()
-        self._vocabulary: Any = None
         self.words = int(model.config.get_text_config().vocab_size)
 
     def json(self, *schemas: Mapping[str, Any], field: str = "response_format", thoughts: Thoughts | None = None) -> Grammar:
@@ -104,7 +102,7 @@ class GrammarCompiler:
         with needs_extra("structured"):
             import llguidance
         schemas = schemas or ({"type": "object"},)
-        limits, vocabulary = llguidance.LLParserLimits(verbose_errors=False, **GRAMMAR_LIMITS), self._read_vocabulary()
+        limits, vocabulary = llguidance.LLParserLimits(verbose_errors=False, **GRAMMAR_LIMITS), self._vocabulary
         ways = [{**one, "x-guidance": {**JSON_OPTIONS, "lenient": one.get("x-guidance") == LENIENT}} for one in schemas]
         answer = "answer: " + " | ".join(f"%json {json.dumps(way)}" for way in ways)
         grammar = llguidance.LLMatcher.grammar_from_lark(f"start: answer\n{answer}")
@@ -121,16 +119,14 @@ class GrammarCompiler:
         made.mask(made.matcher())
         return made
 
-    def _read_vocabulary(self) -> Any:
+    @cached_property
+    def _vocabulary(self) -> Any:
         from llguidance.hf import from_tokenizer
 
-        with self._lock:
-            if self._vocabulary is None:
-                stop = getattr(self._model.generation_config, "eos_token_id", None)
-                ends = [self._tokenizer.eos_token_id] if stop is None else [stop] if isinstance(stop, int) else list(stop)
-                words = max(self.words, len(self._tokenizer))
-                self._vocabulary = from_tokenizer(self._tokenizer, n_vocab=words, eos_token=ends)
-            return self._vocabulary
+        stop = getattr(self._model.generation_config, "eos_token_id", None)
+        ends = [self._tokenizer.eos_token_id] if stop is None else [stop] if isinstance(stop, int) else list(stop)
+        words = max(self.words, len(self._tokenizer))
+        return from_tokenizer(self._tokenizer, n_vocab=words, eos_token=ends)
 
 
 @lru_cache(maxsize=256)

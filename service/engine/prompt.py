@@ -199,8 +199,7 @@ class PromptRenderer:
         self.template = ChatTemplate(tokenizer, self._plain, is_used=chat)
         self._bos = self.template.opening_ids()
         self._before_question, self._after_question = before_question, "" if self.template.is_used else after_question
-        self._question_frame = self._frame([Message("user", "")], instruction, with_chunks=True)
-        self.prefix = self._question_frame.prefix
+        self.prefix = self._frame([Message("user", "")], instruction, with_chunks=True).prefix
 
     def question(self, question: str) -> PromptTokens:
         """The prompt of a question over chunks.
@@ -211,8 +210,7 @@ class PromptRenderer:
         """
         if not isinstance(question, str) or not question.strip():
             raise InputError(f"question={question!r} is empty; ask something")
-        check_characters(len(question), self._max_positions)
-        return self._layout(self._question_frame, question, with_chunks=True)
+        return self.chat([Message("user", question)], with_chunks=True)
 
     def chat(
         self,
@@ -225,8 +223,8 @@ class PromptRenderer:
     ) -> PromptTokens:
         """The prompt of a chat; `with_chunks` where chunks will stand before the user's last message, which may be empty.
 
-        A later turn has its own chunks before its question, and an earlier one's nowhere. A chat of one question over chunks
-        has the prompt of `question`. What follows a question stands after it. Without chunks nobody needs to ask.
+        A later turn has its own chunks before its question, and an earlier one's nowhere. What follows a question stands after
+        it. Without chunks nobody needs to ask.
 
         Args:
             messages: the turns.
@@ -241,17 +239,24 @@ class PromptRenderer:
                 it takes none.
             PromptTooLongError: they cannot be within the model's positions.
         """
-        question = self._check_chat(messages, with_chunks)
-        self._check_tools(messages, tools)
+        # 1. Refuse turns that nobody can answer, and tools that the template does not take.
+        check_characters(sum(len(message.content) + len(message.thoughts) for message in messages), self._max_positions)
+        asking = messages[question_place(messages) :]
+        if not messages or (with_chunks and not asking):
+            raise InputError("messages: one must be the user's question, before which the chunks stand; give it")
+        calling = (f"messages[{place}]" for place, one in enumerate(messages) if one.role == "tool" or one.tool_calls)
+        if (field := "tools" if tools else next(calling, None)) and not self.template.takes_tools:
+            raise InputError(f"{field}: the model's chat template takes no tools; leave them out, or use another model")
+        quoted = json.dumps([*tools, *(one.turn("") for one in messages)], ensure_ascii=False)
+        check_characters(len(quoted), self._max_positions)
+        # 2. Render what stands around the question.
         self.template.check_kwargs(template_kwargs or {})
         if continues:
             template_kwargs = {**(template_kwargs or {}), "continue_final_message": True, "add_generation_prompt": False}
-        if with_chunks and len(messages) == 1 and question.strip() and not tools and not template_kwargs:
-            return self.question(question)
         has_system = any(message.role == "system" and message.content.strip() for message in messages)
         instruction = self._instruction if with_chunks and not has_system else ""
         frame = self._frame(messages, instruction, tools, template_kwargs, with_chunks=with_chunks)
-        return self._layout(frame, question, with_chunks=with_chunks)
+        return self._layout(frame, asking[0].content if asking else "", with_chunks=with_chunks)
 
     def completion(self, text: str | Sequence[int]) -> PromptTokens:
         """The prompt of a text to continue: BOS where the tokenizer puts it, chunks, and the text, its control tokens read.
@@ -287,22 +292,6 @@ class PromptRenderer:
         # In one go, where the border holds: some tokenizers put a space of their own in front of a text.
         before_ids, whole = self._ids(before), self._ids(f"{before} {answer}")
         return whole[len(before_ids) :] if whole[: len(before_ids)] == before_ids else self._ids(f" {answer}")
-
-    def _check_chat(self, messages: Sequence[Message], with_chunks: bool) -> str:
-        """Refuse turns that nobody can answer; the question, "" where no turn is the user's."""
-        check_characters(sum(len(message.content) + len(message.thoughts) for message in messages), self._max_positions)
-        asking = messages[question_place(messages) :]
-        if not messages or (with_chunks and not asking):
-            raise InputError("messages: one must be the user's question, before which the chunks stand; give it")
-        return asking[0].content if asking else ""
-
-    def _check_tools(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse tools that the template does not take."""
-        calling = (f"messages[{place}]" for place, one in enumerate(messages) if one.role == "tool" or one.tool_calls)
-        if (field := "tools" if tools else next(calling, None)) and not self.template.takes_tools:
-            raise InputError(f"{field}: the model's chat template takes no tools; leave them out, or use another model")
-        quoted = json.dumps([*tools, *(one.turn("") for one in messages)], ensure_ascii=False)
-        check_characters(len(quoted), self._max_positions)
 
     def _layout(self, frame: _Frame, question: str, *, with_chunks: bool) -> PromptTokens:
         # In one go: alone, the space at the end of "Question: " would be a token that no text has in this place.

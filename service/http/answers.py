@@ -18,7 +18,7 @@ from cacheblend.service.engine.request import PLAN_FIELDS, Done, Request, chunk_
 
 from .schemas import ChatBody, CompletionBody, GenerationBody, read_arguments
 
-CUT_CALL = re.compile(r'^\s*+\{\s*+"name":\s*+"([\w-]++)",\s*+"arguments":\s*(.*)', re.DOTALL)
+CUT_CALL = re.compile(r'^\s*+\{\s*+"name"\s*+:\s*+"([\w-]++)"\s*+,\s*+"arguments"\s*+:\s*(.*)', re.DOTALL)
 BARE = re.compile(r"\s*(?:\[\s*)?(\{.*)?", re.DOTALL)  # what may be calls, and nothing else
 BETWEEN = " \t\r\n,;[]"
 OPENS, CLOSES = "<tool_call>", "</tool_call>"  # as Hermes and Qwen write calls

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import Field
+from pydantic import BaseModel, Field
 from python_multipart.exceptions import FormParserError
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
@@ -42,7 +42,6 @@ from .server import Server, run_document_call, wait_for_call
 router = APIRouter(route_class=JsonRoute)
 _Result = TypeVar("_Result")
 LISTED, MAX_LISTED = 100, 1000  # documents of a page
-FORM_FIELDS = ("file", "id", "metadata")
 MAX_FILES = 100  # of a form
 CHECK_EVERY_S = 0.1  # while a file is read: other uploads have their turns then, and a line is read in less
 _ESCAPES = re.compile("%(22|0D|0A)")  # of browsers in a name, by the HTML standard; no other character is escaped
@@ -55,19 +54,17 @@ class IngestBody(StrictModel):
     documents: Annotated[list[IngestedBody], Field(min_length=1, fail_fast=True)]
 
 
+class UploadForm(BaseModel):
+    """`POST /v1/documents`, as a form; `metadata` is the JSON of an object, for all documents of the files."""
+
+    file: list[bytes]
+    id: str = ""
+    metadata: str = "{}"
+
+
+_FORMS: dict[str, type[BaseModel]] = {"application/json": IngestBody, "multipart/form-data": UploadForm}
 _UPLOAD_SCHEMA = {
-    "application/json": {"schema": IngestBody.model_json_schema(ref_template="#/components/schemas/{model}")},
-    "multipart/form-data": {
-        "schema": {
-            "type": "object",
-            "required": ["file"],
-            "properties": {
-                "file": {"type": "array", "items": {"type": "string", "format": "binary"}},
-                "id": {"type": "string"},
-                "metadata": {"type": "string", "description": "JSON of an object, for all documents of the files."},
-            },
-        }
-    },
+    kind: {"schema": body.model_json_schema(ref_template="#/components/schemas/{model}")} for kind, body in _FORMS.items()
 }
 
 
@@ -202,7 +199,7 @@ async def _read_form(request: Request) -> list[FormFile]:
     form = await _FormInMemory(request.headers, request.stream(), max_files=MAX_FILES, max_fields=8).parse()
     try:
         files, found = [one for one in form.getlist("file") if isinstance(one, UploadFile)], dict[str, FormFile]()
-        if unknown := [field for field in form if field not in FORM_FIELDS]:
+        if unknown := [field for field in form if field not in UploadForm.model_fields]:
             raise refused(shortened(unknown[0]), "is no field of this request; leave it out")
         if "id" in form and len(files) > 1:
             raise refused("id", "is of one file, and these are several; leave it out, or send one")

@@ -1,37 +1,55 @@
-"""`/v1/messages` of Anthropic's API: a chat without tools, whose answer and pieces are in Anthropic's words."""
+"""`/v1/messages` of Anthropic's API: a chat whose body, answer and pieces are in Anthropic's words."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, model_validator
+from pydantic_core import from_json
 
 from cacheblend.service.engine.decoding import Piece
 from cacheblend.service.engine.request import Done
 
 from .chat import ANSWERS, Generation, answer_chat, prepare_chat, server_event
 from .guard import JsonRoute
-from .schemas import OF_CLIENTS, ChatBody, Content, MessageBody, StopStrings, TokenLimit
+from .schemas import ChatBody, Content, MessageBody, StopStrings, TokenLimit
 
-REASONS = {"stop": "end_turn", "length": "max_tokens"}
+REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 FIELDS = {"thinking": "reasoning_content", "text": "content"}  # of OpenAI's messages, by the kind of block
+Block = dict[str, Any]  # of a message's content
 router = APIRouter(route_class=JsonRoute)
 
 
 class MessagesBody(ChatBody):
-    """`POST /v1/messages`; beside Anthropic's fields it has a chat's."""
+    """`POST /v1/messages`; beside Anthropic's fields it has a chat's. Its documents are those of all its messages."""
 
-    ignored = frozenset(f"{OF_CLIENTS} tool_choice".split())  # which says nothing without tools
     max_tokens: TokenLimit
     system: Content | None = None
     stop: Annotated[StopStrings | None, Field(alias="stop_sequences")] = None
-    tools: None = None
     n: Literal[1] | None = 1
 
+    @model_validator(mode="before")
+    @classmethod
+    def _as_chat(cls, given: Any) -> Any:
+        """Write what has Anthropic's form as a chat has it; all else stays as it is."""
+        if not isinstance(given, dict):
+            return given
+        body, documents = {**given}, [*own] if isinstance(own := given.get("documents"), list) else []
+        if isinstance(messages := given.get("messages"), list):
+            body["messages"] = [turn for message in messages for turn in _turns(message, documents)]
+        body["documents"] = documents or own
+        if isinstance(tools := given.get("tools"), list):
+            body["tools"] = list(map(_tool, tools))
+        if isinstance(choice := given.get("tool_choice"), dict):
+            body["tool_choice"] = _choice(choice)
+            body["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
+        return body
+
     @model_validator(mode="after")
-    def _read_as_chat(self) -> MessagesBody:
+    def _with_system(self) -> MessagesBody:
+        self.continue_final_message = self.messages[-1].role == "assistant"
         if self.system:
             self.messages.insert(0, MessageBody(role="system", content=self.system))
         return self
@@ -44,34 +62,33 @@ class CountBody(MessagesBody):
 
 
 class MessageGeneration(Generation):
-    """A chat's answer in Anthropic's words: a block of thoughts, if there are some, and one of text."""
+    """A chat's answer in Anthropic's words: blocks of thoughts, if there are some, of text, and of calls."""
 
     def shown(self, answer: Mapping[str, Any]) -> dict[str, Any]:
         (choice,) = answer["choices"]
-        content = [_block(kind, text) for kind, text in _texts(choice["message"])]
+        content = [{**block, **filled} for _, block, _, filled in _blocks(choice["message"])]
         return self._message(content, _usage(answer["usage"]), **_end(choice), cacheblend=answer["cacheblend"])
 
     async def pieces(self, index: int, event: Piece | Done) -> AsyncIterator[str]:
         usage = {"input_tokens": len(self._served[0].prompt), "output_tokens": 0}  # what of it was cached is said at the end
         yield _event("message_start", message=self._message([], usage))
-        kinds = list[str]()
+        blocks = list[str]()
         async for chunk in self.chunks(index, event, has_usage=True):
             for choice in chunk.get("choices", ()):
-                for kind, text in _texts(choice["delta"]):
-                    if kind not in kinds:
-                        yield _event("content_block_stop", index=len(kinds) - 1) if kinds else ""
-                        yield _event("content_block_start", index=len(kinds), content_block=_block(kind, ""))
-                        kinds.append(kind)
-                    delta = {"type": f"{kind}_delta", kind: text}
-                    yield _event("content_block_delta", index=len(kinds) - 1, delta=delta)
+                for name, block, delta, _ in _blocks(choice["delta"]):
+                    if name not in blocks:
+                        yield _event("content_block_stop", index=len(blocks) - 1) if blocks else ""
+                        yield _event("content_block_start", index=len(blocks), content_block=block)
+                        blocks.append(name)
+                    yield _event("content_block_delta", index=len(blocks) - 1, delta=delta)
         if "error" in chunk:
             yield _event("error", error=chunk["error"])
             return
-        yield _event("content_block_stop", index=len(kinds) - 1) if kinds else ""
+        yield _event("content_block_stop", index=len(blocks) - 1) if blocks else ""
         yield _event("message_delta", delta=_end(choice), usage=_usage(chunk["usage"]))
         yield _event("message_stop")
 
-    def _message(self, content: list[dict[str, str]], usage: dict[str, int], **end: Any) -> dict[str, Any]:
+    def _message(self, content: list[Block], usage: dict[str, int], **end: Any) -> dict[str, Any]:
         head = {"id": self._head["id"], "type": "message", "role": "assistant", "model": self._head["model"]}
         return {**head, "content": content, "stop_reason": None, "stop_sequence": None, "usage": usage, **end}
 
@@ -89,13 +106,54 @@ async def count_tokens(body: CountBody, request: Request) -> dict[str, int]:
     return {"input_tokens": len(prepared.prompt)}
 
 
-def _texts(message: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Thoughts and text of a message, or of a piece of one, each with the kind of its block."""
-    return [(kind, message[field]) for kind, field in FIELDS.items() if message.get(field)]
+def _turns(message: Any, documents: list[Any]) -> list[Any]:
+    """The turns of a message: each result of a tool, then what else is said; its documents go to `documents`."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return [message]
+    results, calls, said = list[Any](), list[Any](), list[Any]()
+    for block in content:
+        match block:
+            case {"type": "tool_use"}:
+                function = {"name": block.get("name"), "arguments": block.get("input")}
+                calls.append({"id": block.get("id"), "function": function})
+            case {"type": "tool_result"}:
+                results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content", "")})
+            case {"type": "document", "source": {"type": "text", "data": text}}:
+                documents.append({"title": block.get("title"), "text": text})
+            case _:
+                said.append(block)
+    turn = {**message, "content": said, "tool_calls": calls}
+    return [*results, turn] if said or calls or not results else results
 
 
-def _block(kind: str, text: str) -> dict[str, str]:
-    return {"type": kind, kind: text, **({"signature": ""} if kind == "thinking" else {})}
+def _tool(tool: Any) -> Any:
+    match tool:
+        case {"input_schema": schema, **others}:
+            return {"type": "function", "function": {**others, "parameters": schema}}
+    return tool
+
+
+def _choice(choice: dict[str, Any]) -> Any:
+    match choice:
+        case {"type": "tool", "name": name}:
+            return {"type": "function", "function": {"name": name}}
+        case {"type": "auto" | "any" | "none" as kind}:
+            return "required" if kind == "any" else kind
+    return choice
+
+
+def _blocks(message: Mapping[str, Any]) -> Iterator[tuple[str, Block, Block, Block]]:
+    """The blocks of a message, or of a piece of one: each one's name, itself while it is empty, its delta, and its content."""
+    for kind, field in FIELDS.items():
+        if text := message.get(field):
+            signature = {"signature": ""} if kind == "thinking" else {}
+            yield kind, {"type": kind, kind: "", **signature}, {"type": f"{kind}_delta", kind: text}, {kind: text}
+    for call in message.get("tool_calls") or ():
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        block = {"type": "tool_use", "id": call["id"], "name": name, "input": {}}
+        delta = {"type": "input_json_delta", "partial_json": arguments}
+        yield call["id"], block, delta, {"input": from_json(arguments or "{}", allow_partial=True)}
 
 
 def _end(choice: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,48 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import httpx
 import pytest
+from anthropic_events import events_of, joined
 from api import MODEL
 from engines import QUESTION
 
 USER = {"role": "user", "content": QUESTION}
 ASKED: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "messages": [USER], "num_chunks": 2}
 EPHEMERAL = {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}
-
-
-def events_of(client: httpx.Client, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events of a stream, each named twice."""
-    found = []
-    for part in client.post("/v1/messages", json={**body, "stream": True}).text.strip().split("\n\n"):
-        name, _, data = part.partition("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
-
-
-def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a stream makes up."""
-    start, *events = events
-    assert (start["type"], events[-1]) == ("message_start", {"type": "message_stop"})
-    message: dict[str, Any] = start["message"]
-    for event in events[:-1]:
-        match event:
-            case {"type": "content_block_start", "content_block": block, "index": index}:
-                assert index == len(message["content"])
-                message["content"].append(block)
-            case {"type": "content_block_delta", "delta": delta, "index": index}:
-                block = message["content"][index]
-                assert delta["type"] == f"{block['type']}_delta"
-                block[block["type"]] += delta[block["type"]]
-            case {"type": "message_delta", "delta": delta, "usage": usage}:
-                message.update(delta, usage=usage)
-    stopped = [event["index"] for event in events if event["type"] == "content_block_stop"]
-    assert stopped == list(range(len(message["content"])))
-    return message
 
 
 def test_a_chat(client: httpx.Client) -> None:
@@ -87,11 +56,40 @@ def test_stop_sequences(client: httpx.Client) -> None:
         assert message["content"] == [{"type": "text", "text": text.partition(text[3:5])[0]}]
 
 
+DOCUMENT = {"type": "document", "title": "A", "source": {"type": "text", "media_type": "text/plain", "data": "A loop."}}
+
+
+def test_documents(client: httpx.Client) -> None:
+    """Documents in messages are the chat's, before the last question; others of the request come first."""
+
+    def tokens(**body: Any) -> int:
+        return int(client.post("/v1/messages/count_tokens", json=body).json()["input_tokens"])
+
+    turns = [{"role": "user", "content": [DOCUMENT]}, {"role": "assistant", "content": "Yes."}]
+    said = [{"role": "user", "content": []}, turns[1]]
+    asked, other = [{"role": "user", "content": [DOCUMENT, {"type": "text", "text": QUESTION}]}], {"text": "A class."}
+    given = {"title": "A", "text": "A loop."}
+    for messages, same, documents in ((asked, [USER], None), (asked, [USER], [other]), ([*turns, USER], [*said, USER], [])):
+        expected = tokens(messages=same, documents=[*(documents or []), given])
+        assert tokens(messages=messages, documents=documents) == expected > tokens(messages=same, documents=[])
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         ({"max_tokens": None}, "max_tokens: is missing"),
-        ({"tools": [{"name": "f", "input_schema": {}}]}, "tools: is not supported; leave it out"),
+        ({"tools": [{"name": "f", "input_schema": {}}]}, "tools: the model's chat template has no place for them"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type: must be 'function'"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice.type: must be 'function'"),
+        ({"tool_choice": "any"}, "tool_choice: must be 'none', 'auto' or 'required'"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": [{"type": "tool_use"}]}]},
+            "messages.1.tool_calls.0.id: is missing",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{**DOCUMENT, "source": {"type": "url"}}]}]},
+            "messages.0.content.0.type: this",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             "messages.0.content.0.type: this service",

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from anthropic_events import events_of, joined
 from api import MODEL, serving
 from engines import OpenEngine
 from hypothesis import given
@@ -108,6 +109,49 @@ def test_a_call(client: openai.OpenAI) -> None:
     assert message.tool_calls[0].function.name == "weather"
     plain = ask(client, tools=[WEATHER], tool_choice="none").choices[0]
     assert (plain.message.content, plain.message.tool_calls, plain.finish_reason) == (WRITTEN, None, "stop")
+
+
+TOOL = {"name": "weather", "input_schema": WEATHER["function"]["parameters"], "cache_control": {"type": "ephemeral"}}
+
+
+@pytest.mark.usefixtures("writes_a_call")
+def test_a_call_in_messages(client: openai.OpenAI) -> None:
+    """Anthropic's API has calls as blocks after the text, whole and streamed."""
+    with httpx.Client(base_url=str(client.base_url).removesuffix("/v1/"), timeout=60) as plain:
+        body = {"messages": [USER], "max_tokens": 120, "tools": [TOOL], "tool_choice": {"type": "auto"}}
+        for message in (plain.post("/v1/messages", json=body).json(), joined(events_of(plain, body))):
+            text, call = message["content"]
+            assert (message["stop_reason"], text) == ("tool_use", {"type": "text", "text": "I look.\n"})
+            assert (call.pop("id") != "", call) == (True, {"type": "tool_use", "name": "weather", "input": {"city": "Oslo"}})
+
+
+def test_forced_calls_in_messages(client: openai.OpenAI) -> None:
+    """A call must come where `tool_choice` says so; of one that is cut there is what came of it."""
+    pytest.importorskip("llguidance")
+    long = {"type": "string", "minLength": 40, "maxLength": 60}
+    schema = {"type": "object", "properties": {"a": long}, "required": ["a"], "additionalProperties": False}
+    limit = 120
+    for choice, reason in (({"type": "any"}, "tool_use"), ({"type": "tool", "name": "f"}, "max_tokens")):
+        tools = [{"name": "f", "input_schema": schema}]
+        body = {"messages": [USER], "max_tokens": limit, "tools": tools, "tool_choice": choice}
+        answer = httpx.post(f"{client.base_url}messages", json=body, timeout=60).json()
+        assert (answer["stop_reason"], [block["type"] for block in answer["content"]]) == (reason, ["tool_use"])
+        limit = answer["usage"]["output_tokens"] - 4
+
+
+def test_a_conversation_in_messages(client: openai.OpenAI) -> None:
+    """Calls and results in Anthropic's blocks are the turns that a chat has, text beside a result the user's own."""
+    said = {"type": "text", "text": "Well?"}
+    called = {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Oslo"}}
+    result = {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "It rains."}]}
+    chat = [USER, {"role": "assistant", "content": "Hm.", "tool_calls": [CALL]}, RESULT]
+    for content, turns in (([result], chat), ([result, said], [*chat, {"role": "user", "content": "Well?"}])):
+        own = [USER, {"role": "assistant", "content": [{"type": "text", "text": "Hm."}, called]}]
+        body = {"messages": [*own, {"role": "user", "content": content}], "tools": [TOOL], "num_chunks": 0}
+        counted = httpx.post(f"{client.base_url}messages/count_tokens", json=body, timeout=60).json()
+        tool = {"type": "function", "function": {"name": "weather", "parameters": TOOL["input_schema"]}}
+        answer = ask(client, turns, tools=[tool], max_tokens=1, extra_body={"num_chunks": 0})
+        assert counted["input_tokens"] == answer.usage.prompt_tokens
 
 
 def test_a_call_that_must_come(client: openai.OpenAI) -> None:
@@ -285,7 +329,14 @@ def test_calls_in_a_text(text: str, kept: str | None, calls: int) -> None:
     assert len(CallReader(["f"], 1).finish(text)[1]) == min(calls, 1)
 
 
-@pytest.mark.parametrize(("text", "arguments"), [('{"na', None), ('{"name": "f", "arguments": {"a": 1', '{"a": 1')])
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{"na', None),
+        ('{"name": "f", "arguments": {"a": 1', '{"a": 1'),
+        ('{"name"\n : "f" , "arguments"\n : {"a": 1', '{"a": 1'),
+    ],
+)
 def test_a_forced_call_that_is_cut(text: str, arguments: str | None) -> None:
     """What came of a call that must come is its arguments, and no text."""
     reader = CallReader(["f"], is_forced=True)
