@@ -252,10 +252,6 @@ class SearchIndex:
             self._shown, self._generation = ids, generation
         return self._vectors
 
-    def close(self) -> None:
-        """Free the memory; a second call does nothing."""
-        self.words.close()
-
 
 def in_words(text: str) -> str:
     """A text in which runs of scripts without spaces are pairs of characters that overlap, which search by words finds."""

@@ -71,9 +71,8 @@ class MetadataFilter:
                 joined = " OR "
             _check_values(name, [value for _, value in bounds])
             values.append(f'$."{name}"')
-            conditions.append(
-                f"EXISTS (SELECT 1 FROM json_each(fields, ?) WHERE {joined.join(_comparison(*one) for one in bounds)})"
-            )
+            met = joined.join(_comparison(*one) for one in bounds)
+            conditions.append(f"EXISTS (SELECT 1 FROM json_each(fields, ?) WHERE {met})")
             values += [value for _, value in bounds]
         return cls(" AND ".join(conditions), tuple(values)) if conditions else None
 

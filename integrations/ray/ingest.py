@@ -182,7 +182,11 @@ def _cluster(settings: RayConfig) -> Iterator[str]:
     Raises:
         ConfigError: there is no cluster at the address.
     """
-    _hush()
+    for name in ("ray", "ray.data"):  # no advice and no progress of Ray's between ours; its own log files have them
+        for handler in logging.getLogger(name).handlers:
+            if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+                handler.setLevel(logging.ERROR)
+    logging.getLogger("ray").setLevel(logging.ERROR)
     if ray.is_initialized():
         yield ray.get_runtime_context().get_node_id()
         return
@@ -217,15 +221,6 @@ def _reach(address: str) -> None:
     if not found or not port.isdigit() or "/" in host:
         raise ValueError("no HOST:PORT")
     socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
-
-
-def _hush() -> None:
-    """No advice and no progress of Ray's between ours; its own log files have them."""
-    for name in ("ray", "ray.data"):
-        for handler in logging.getLogger(name).handlers:
-            if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
-                handler.setLevel(logging.ERROR)
-    logging.getLogger("ray").setLevel(logging.ERROR)
 
 
 def _absolute(config: EngineConfig) -> EngineConfig:

@@ -9,7 +9,7 @@ a file of the user's. No request and no tenant's document is ever part of it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -156,10 +156,6 @@ class ChunkEncoder(ChunkNaming):
         """The KV of one chunk after these chunks of its document."""
         (kv,) = self.fusor.precompute_document([*earlier, token_ids], self.prefix_ids, [len(earlier)], self.context)
         return kv
-
-    def compute_documents(self, documents: Iterable[tuple[Sequence[Sequence[int]], Collection[int]]]) -> Iterator[ChunkKV]:
-        """The KV of many documents' chunks, of each those at some indexes; see `Fusor.precompute_documents`."""
-        return self.fusor.precompute_documents(documents, self.prefix_ids, self.context)
 
 
 class ChunkContexts:

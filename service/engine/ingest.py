@@ -176,7 +176,9 @@ class DocumentEncoder:
             documents.append((batch.chunks[version], indexes))
         total, writes = len(batch.computed) + len(wanted), deque["Future[bool]"]()
         progress.check()
-        for key, kv in zip(wanted, self._encoder.compute_documents(documents), strict=True):
+        encoder = self._encoder
+        computed = encoder.fusor.precompute_documents(documents, encoder.prefix_ids, encoder.context)
+        for key, kv in zip(wanted, computed, strict=True):
             batch.computed.append(key)
             batch.tokens += len(kv.token_ids)
             progress.tokens += len(kv.token_ids)
