@@ -45,6 +45,8 @@ _FRONT = re.compile(
     rf"\A\s*+(?:{_MATTER}title:[ \t]++([^\n]{{1,200}})|(?:{_MATTER}---\s+)?(?:#[ \t]++{_PLAIN}|{_PLAIN}\n===[=\s]*))$",
     re.MULTILINE,
 )
+# The heading that a text begins with, of any level.
+_FIRST = re.compile(r"\A\s*+(?:#{1,6}[ \t]++(\S.*)|(\S.*)\n=++[ \t\r]*+$)", re.MULTILINE)
 _CLOSING = re.compile(r"(?<![ \t])[ \t]++#*+[ \t]*+$")
 
 
@@ -127,8 +129,8 @@ class Document:
 
 def title_line(title: str, text: str) -> str:
     """The line before a text, or before its first chunk: the title; empty if the text begins with it as a heading."""
-    found = _LINE.match(text.lstrip())
-    heading = _CLOSING.sub("", (found["heading"] or "").rstrip()) if found else ""
+    found = _FIRST.match(text)
+    heading = _CLOSING.sub("", (found[1] or found[2]).rstrip()) if found else ""
     return f"{title}\n" if title and heading.casefold().split() != title.casefold().split() else ""
 
 

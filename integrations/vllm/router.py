@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice, pairwise
 from typing import Any
@@ -50,7 +50,6 @@ LEFT_TO_VLLM = ("kv_transfer_params", "echo", "suffix", "prompt_embeds", "trunca
 CHAT, COMPLETIONS, DOCUMENTS = "/v1/chat/completions", "/v1/completions", "/v1/cacheblend/documents"
 # A chat over documents with one of these needs what vLLM's own rendering does with it.
 RENDERED_BY_VLLM = ("tools", "chat_template", "continue_final_message", "echo")
-Chunk = tuple[int, ...]
 Render = Callable[[str, dict[str, Any]], Sequence[int]]
 
 
@@ -194,13 +193,6 @@ class PromptMarker:
         return {**body, "kv_transfer_params": {**params, "prompt_token_ids": token_ids}}
 
 
-def windows(chunks: Sequence[Chunk], naming: ChunkNaming) -> Iterator[tuple[list[list[int]], list[int]]]:
-    """A document's chunks that are read together, window by window, and the indexes of those to compute."""
-    for window in naming.context.windows(chunks):
-        together = [list(chunk) for chunk in chunks[window.first : window.last]]
-        yield together, list(range(window.new - window.first, len(together)))
-
-
 @dataclass(frozen=True, slots=True)
 class RunningEngine:
     """The running vLLM: a marker and the naming of its model, the model's positions (None: any), and `collective_rpc`.
@@ -277,10 +269,12 @@ class BlendRoutes:
             return _error(400, str(error))
         stored, chunks = 0, [chunk for one in split for chunk in one.token_ids]
         for one in split:
-            for window, new in windows(one.token_ids, engine.naming):  # a call each, so that requests run between two
+            for window in engine.naming.context.windows(one.token_ids):  # a call each, so that requests run between two
+                together = [list(chunk) for chunk in one.token_ids[window.first : window.last]]
+                new = list(range(window.new - window.first, len(together)))
                 left = len(new)
                 while left:
-                    now, left = (await engine.call("cacheblend_precompute", args=(window, new, salt)))[0]
+                    now, left = (await engine.call("cacheblend_precompute", args=(together, new, salt)))[0]
                     stored += now
                     if left:
                         await asyncio.sleep(BUSY_S)

@@ -30,6 +30,8 @@ def places(text: str, id_: str = "guide.md", title: str = "", **options: object)
         ("Guide", GUIDE, False),
         (" the  GUIDE", "\n\n### The Guide ###\r\nx", False),
         ("Guide", f"Guide to it\n\n{GUIDE}", True),
+        ("Guide", "\n Guide\n=====\n\nx", False),
+        ("Guide", "Guide\nto\n==\nx", True),
         ("Guide", "#Guide\n", True),
         ("# Guide", GUIDE, True),
         ("", GUIDE, False),
