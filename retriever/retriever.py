@@ -81,7 +81,9 @@ class Retriever(IndexedDocuments):
         self._index = SearchIndex(self._catalog)
         self._places = functools.lru_cache(PLACED_DOCUMENTS)(self._places_of)
 
-    def add(self, documents: Iterable[Document | Mapping[str, object]]) -> list[Chunk]:
+    def add(
+        self, documents: Iterable[Document | Mapping[str, object]], on_progress: Callable[[int, int], None] | None = None
+    ) -> list[Chunk]:
         """Add documents, and return their chunks; of a known id the same text is skipped, and another replaces it.
 
         Every document is checked before the first is added. Each is added completely or not at all: after a crash the directory
@@ -89,16 +91,21 @@ class Retriever(IndexedDocuments):
 
         Args:
             documents: `{"id": str, "title": str, "text": str}`; id and title are optional.
+            on_progress: called with the documents done and their total, first and after each.
 
         Raises:
             InputError: a document cannot be used, or two with one id have different texts.
             RetrieverError: the embedder or the directory cannot be used.
             StoreFullError: the disk is full.
         """
-        new = list[Chunk]()
-        for embedded in self.embed(self.changed(documents)):
+        checked = _checked(documents)
+        changed, new = self.changed(checked), list[Chunk]()
+        same, note = len(checked) - len(changed), on_progress or (lambda *_: None)
+        note(same, len(checked))
+        for done, embedded in enumerate(self.embed(changed), same + 1):
             self.put([embedded])
             new += embedded.chunks
+            note(done, len(checked))
         return new
 
     def changed(self, documents: Iterable[Document | Mapping[str, object]]) -> list[Document]:

@@ -1,7 +1,7 @@
 """The retriever as its users see it, with a fake embedder."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +9,7 @@ import pytest
 from fakes import FakeEmbedder, tiny_tokenizer
 
 from cacheblend.base.errors import InputError, RetrieverError, StoreFullError
-from cacheblend.retriever import Document, EmbeddedDocument, Retriever, RetrieverConfig
+from cacheblend.retriever import Document, Retriever, RetrieverConfig
 
 CATS = {"id": "cats", "title": "Cats", "text": "A cat sleeps on the warm roof."}
 DOGS = {"id": "dogs", "title": "Dogs", "text": "A dog runs through the cold river."}
@@ -188,25 +188,24 @@ def test_one_bad_document_adds_nothing(retriever: Retriever, documents: object) 
     assert retriever.documents() == []
 
 
-def test_interrupted_add_keeps_whole_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_add_keeps_whole_documents(tmp_path: Path) -> None:
     """When adding stops midway, documents are there whole or not at all, and adding again goes on."""
     documents = [{"id": str(number), "text": f"Document {number}. " * 40} for number in range(12)]
+
+    def interrupt(done: int, total: int) -> None:
+        if (done, total) == (5, 12):
+            raise KeyboardInterrupt
+
     with open_retriever(tmp_path) as retriever:
-        put = retriever.put
-
-        def interrupted(entries: Sequence[EmbeddedDocument]) -> int:
-            if entries[0].document.id == "5":
-                raise KeyboardInterrupt
-            return put(entries)
-
-        monkeypatch.setattr(retriever, "put", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            retriever.add(documents)
+            retriever.add(documents, on_progress=interrupt)
         assert [document.id for document in retriever.documents()] == [str(number) for number in range(5)]
         assert len(retriever.search("Document 3", len(retriever.chunks()))) == len({one.text for one in retriever.chunks()})
+    progress: list[tuple[int, int]] = []
     with open_retriever(tmp_path) as retriever:
-        new = retriever.add(documents)
+        new = retriever.add(documents, on_progress=lambda done, total: progress.append((done, total)))
     assert [*dict.fromkeys(chunk.document_id for chunk in new)] == [str(number) for number in range(5, 12)]
+    assert progress == [(done, 12) for done in range(5, 13)]
 
 
 def test_failing_write_changes_nothing() -> None:
