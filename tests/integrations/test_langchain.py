@@ -189,7 +189,7 @@ def test_thoughts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         text = "Yes." if thoughts.is_closed else "<think>\nhm\n</think>\n\nYes."
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         lark = llguidance.LLMatcher.grammar_from_lark(f"start: {' '.join(f'<[{token}]>' for token in ids)}")
-        return Grammar(llguidance.LLMatcher(chat._grammars._read_vocabulary(), lark), "test")
+        return Grammar(llguidance.LLMatcher(chat._grammars._vocabulary, lark), "test")
 
     monkeypatch.setattr(EngineChat, "_grammar", says)
     config = EngineConfig(model="qwen3", store_dir=tmp_path, retriever=RetrieverConfig(chunk_tokens=24))
