@@ -286,13 +286,9 @@ class VllmRunner:
             pairs[kind] = cos_NX, sin_NX
         return pairs
 
-    def rotate(self, layer: int, k_1HSD: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
+    def rotate(self, layer: int, k_1HSD: torch.Tensor, cos_sin: CosSin, *, are_queries: bool = False) -> torch.Tensor:
         starts = self._starts[layer]
-        return k_1HSD if starts is None else self._turn(layer, k_1HSD, cos_sin, starts[0])
-
-    def _rotate_queries(self, layer: int, q_1QSD: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
-        starts = self._starts[layer]
-        return q_1QSD if starts is None else self._turn(layer, q_1QSD, cos_sin, starts[1])
+        return k_1HSD if starts is None else self._turn(layer, k_1HSD, cos_sin, starts[are_queries])
 
     def _turn(self, layer: int, x_1HSD: torch.Tensor, cos_sin: CosSin, start: int) -> torch.Tensor:
         """Rotate the numbers of each head from `start` on: its halves, or its neighbours. Others are unchanged.
@@ -359,7 +355,7 @@ class VllmRunner:
             masks = [(run, self._mask(run, first, window)) for run in together]
             prefix = None if shared is None else shared.layers[layer]
             cos_sin = rotary[self.layer_types[layer]]
-            turns = [partial(turn, layer, cos_sin=cos_sin) for turn in (self.rotate, self._rotate_queries)]
+            turns = [partial(self.rotate, layer, cos_sin=cos_sin, are_queries=are) for are in (False, True)]
             attention = _isolated_attention if kernel is None else partial(_by_kernel, kernel, layer, rows)
             layer_pass = IsolatedPass(turns[0], turns[1], attention, masks, prefix, self._stubs[layer])
             hidden_2NM = self._run(self._unrotated[layer], layer, hidden_2NM, positions_N, layer_pass)
