@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 MAX_TOKENS = 512  # small models do not always end, and a prompt of thousands of tokens leaves room for minutes of text
 
 
-def _show(piece: str) -> None:
-    terminal.stdout.print(piece, end="", soft_wrap=True)
-
-
 @options.accepts(EngineConfig)
 def ask(
     question: Annotated[str, typer.Argument(help="The question, in words.")],
@@ -70,7 +66,8 @@ def ask(
         request.max_tokens = min(request.max_tokens, config.max_tokens or MAX_TOKENS)
         for event in engine.stream(request):
             if not as_json:
-                _show(event.last_text + "\n" if isinstance(event, Done) else event.text)
+                piece = event.last_text + "\n" if isinstance(event, Done) else event.text
+                terminal.stdout.print(piece, end="", soft_wrap=True)
         assert isinstance(event, Done)
         answer = event.answer
         if config.max_tokens is None and len(answer.token_ids) == MAX_TOKENS:

@@ -125,11 +125,9 @@ def _annotations(page: Any, form: Any) -> tuple[dict[Rectangle, str], list[str]]
 
 def _string(call: Any, *arguments: Any) -> str:
     """A string that a function of PDFium writes into a buffer, in UTF-16."""
-    from pypdfium2 import raw
-
     size = call(*arguments, None, 0)
     buffer = ctypes.create_string_buffer(size)
-    call(*arguments, ctypes.cast(buffer, ctypes.POINTER(raw.FPDF_WCHAR)), size)
+    call(*arguments, ctypes.cast(buffer, ctypes.POINTER(ctypes.c_ushort)), size)
     return buffer.raw[: max(size - 2, 0)].decode("utf-16-le", errors="replace")
 
 
