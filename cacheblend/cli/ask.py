@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 MAX_TOKENS = 512  # small models do not always end, and a prompt of thousands of tokens leaves room for minutes of text
 
 
+def _show(piece: str) -> None:
+    terminal.stdout.print(piece, end="", soft_wrap=True)
+
+
 @options.accepts(EngineConfig)
 def ask(
     question: Annotated[str, typer.Argument(help="The question, in words.")],
@@ -66,8 +70,7 @@ def ask(
         request.max_tokens = min(request.max_tokens, config.max_tokens or MAX_TOKENS)
         for event in engine.stream(request):
             if not as_json:
-                piece = event.last_text + "\n" if isinstance(event, Done) else event.text
-                terminal.stdout.print(piece, end="", soft_wrap=True)
+                _show(event.last_text + "\n" if isinstance(event, Done) else event.text)
         assert isinstance(event, Done)
         answer = event.answer
         if config.max_tokens is None and len(answer.token_ids) == MAX_TOKENS:

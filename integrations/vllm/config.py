@@ -44,16 +44,9 @@ class ConnectorConfig:
         engine: of the project's own engine over the same store, with the options of `OF_ENGINE`. Chunks that it has ingested
             with the same model, dtype and instruction are hits here. `codec` is its `kv_cache_dtype`, `recompute_ratio` its
             `quality_ratio`; the workers of one vLLM share `ram_budget_bytes`.
-
-    Raises:
-        ConfigError: a value is not allowed.
     """
 
     engine: EngineConfig
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.engine.instruction, str):
-            raise ConfigError("instruction", self.engine.instruction, "a text")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> ConnectorConfig:

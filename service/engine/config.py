@@ -110,6 +110,8 @@ class EngineConfig:
         check_whole("context_document_tokens", self.context_document_tokens, at_least=0)
         if not isinstance(self.context_filler, str) or not self.context_filler.strip():
             raise ConfigError("context_filler", self.context_filler, '"auto", "none", or a text file')
+        if not isinstance(self.instruction, str):
+            raise ConfigError("instruction", self.instruction, "a text")
         if self.store.directory != StoreConfig().directory or self.retriever.directory is not None:
             raise ConfigError("directory", self.store.directory, "name the folder of an engine as store_dir alone")
         self.store_config()
