@@ -59,9 +59,7 @@ def calibrated(config: EngineConfig, fusor: Fusor, prefix_ids: Sequence[int]) ->
     if found is None:
         return _widening(config, fusor)
     _compare_context(config, found)
-    loader = config.loader
-    if loader.quality_ratio == LoaderConfig().quality_ratio:
-        loader = replace(loader, quality_ratio=found.ratio)
+    loader = _with_ratio(config.loader, found.ratio)
     fusion = replace(config.fusion, selector=config.fusion.selector or found.selector)
     logger.info("calibrated: r* = %g, selector %s", loader.quality_ratio, fusion.selector)
     return replace(config, fusion=fusion, loader=loader)
@@ -74,10 +72,12 @@ def _widening(config: EngineConfig, fusor: Fusor) -> EngineConfig:
         nats = PRESETS[config.preset][1] if fusor.layer_parameters >= WIDENED_PARAMETERS else None
     if nats is None:
         return config
-    loader = config.loader
-    if loader.quality_ratio == LoaderConfig().quality_ratio:
-        loader = replace(loader, quality_ratio=FIRST_RATIO)
-    return replace(config, fusion=replace(config.fusion, max_loss_nats=nats), loader=loader)
+    return replace(config, fusion=replace(config.fusion, max_loss_nats=nats), loader=_with_ratio(config.loader, FIRST_RATIO))
+
+
+def _with_ratio(loader: LoaderConfig, ratio: float) -> LoaderConfig:
+    """Put r* in place of the default; a config's own stays."""
+    return replace(loader, quality_ratio=ratio) if loader.quality_ratio == LoaderConfig().quality_ratio else loader
 
 
 def _compare_context(config: EngineConfig, found: Calibration) -> None:

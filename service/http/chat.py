@@ -113,9 +113,9 @@ def lay_out_chat(engine: Engine, body: ChatBody, defaults: Mapping[str, Any]) ->
     asked = ["", "", *(one.content for one in messages if one.role == "user" and one.content.strip())]  # the last one asks
     passages = engine.find_passages((message.role, message.content) for message in messages)
     are_retrieved = any(one.reason != "paragraph" for one in passages)  # by their form, or they are stored chunks
-    by_default = 0 if body.documents is not None or are_retrieved else DEFAULT_NUM_CHUNKS
-    found = engine.retriever.chunk_count if any(asked) else 0
-    num_chunks = min(by_default if body.num_chunks is None else body.num_chunks, found)
+    num_chunks = 0 if body.documents is not None or are_retrieved else DEFAULT_NUM_CHUNKS
+    num_chunks = num_chunks if body.num_chunks is None else body.num_chunks
+    num_chunks = min(num_chunks, engine.retriever.chunk_count) if any(asked) else 0
     tools = [tool.model_dump(exclude_none=True) for tool in body.called_tools]
     prompts, with_chunks = engine.prompts, num_chunks > 0 or body.brought is not None
     variables = template_kwargs(body, defaults, prompts.template.variables)

@@ -16,9 +16,10 @@ from .chat import ANSWERS, Generation, answer_chat, prepare_chat, server_event
 from .guard import JsonRoute
 from .schemas import ChatBody, Content, MessageBody, StopStrings, TokenLimit
 
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # of tools; others name one
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-FIELDS = {"thinking": "reasoning_content", "text": "content"}  # of OpenAI's messages, by the kind of block
-Block = dict[str, Any]  # of a message's content
+# Of OpenAI's messages, by the kind of block, and what else that has.
+FIELDS = {"thinking": ("reasoning_content", {"signature": ""}), "text": ("content", {})}
 router = APIRouter(route_class=JsonRoute)
 
 
@@ -43,7 +44,7 @@ class MessagesBody(ChatBody):
         if isinstance(tools := given.get("tools"), list):
             body["tools"] = list(map(_tool, tools))
         if isinstance(choice := given.get("tool_choice"), dict):
-            body["tool_choice"] = _choice(choice)
+            body["tool_choice"] = CHOICES.get(str(choice.get("type")), {"type": "function", "function": choice})
             body["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
         return body
 
@@ -88,7 +89,7 @@ class MessageGeneration(Generation):
         yield _event("message_delta", delta=_end(choice), usage=_usage(chunk["usage"]))
         yield _event("message_stop")
 
-    def _message(self, content: list[Block], usage: dict[str, int], **end: Any) -> dict[str, Any]:
+    def _message(self, content: list[dict[str, Any]], usage: dict[str, int], **end: Any) -> dict[str, Any]:
         head = {"id": self._head["id"], "type": "message", "role": "assistant", "model": self._head["model"]}
         return {**head, "content": content, "stop_reason": None, "stop_sequence": None, "usage": usage, **end}
 
@@ -134,21 +135,11 @@ def _tool(tool: Any) -> Any:
     return tool
 
 
-def _choice(choice: dict[str, Any]) -> Any:
-    match choice:
-        case {"type": "tool", "name": name}:
-            return {"type": "function", "function": {"name": name}}
-        case {"type": "auto" | "any" | "none" as kind}:
-            return "required" if kind == "any" else kind
-    return choice
-
-
-def _blocks(message: Mapping[str, Any]) -> Iterator[tuple[str, Block, Block, Block]]:
+def _blocks(message: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]]:
     """The blocks of a message, or of a piece of one: each one's name, itself while it is empty, its delta, and its content."""
-    for kind, field in FIELDS.items():
+    for kind, (field, others) in FIELDS.items():
         if text := message.get(field):
-            signature = {"signature": ""} if kind == "thinking" else {}
-            yield kind, {"type": kind, kind: "", **signature}, {"type": f"{kind}_delta", kind: text}, {kind: text}
+            yield kind, {"type": kind, kind: "", **others}, {"type": f"{kind}_delta", kind: text}, {kind: text}
     for call in message.get("tool_calls") or ():
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         block = {"type": "tool_use", "id": call["id"], "name": name, "input": {}}

@@ -157,8 +157,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenCount = Annotated[int, Field(ge=1)]
 TokenLimit = Annotated[TokenCount | None, BeforeValidator(_no_limit, json_schema_input_type=TokenCount | Literal[-1] | None)]
 # Fields that are a text or a list are a list to us.
-Texts = Text | list[Text]
-ListOfTexts = BeforeValidator(_as_list, json_schema_input_type=Texts)
+ListOfTexts = BeforeValidator(_as_list, json_schema_input_type=Text | list[Text])
 StopStrings = Annotated[list[Name], Field(fail_fast=True), AfterValidator(_limit_stops), ListOfTexts]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
 Prompt = Annotated[
@@ -299,13 +298,6 @@ class MessageBody(LenientModel):
         )
 
 
-Messages = Annotated[
-    list[MessageBody],
-    Field(min_length=1, max_length=1000, fail_fast=True),
-    BeforeValidator(_without_unseen, json_schema_input_type=list[MessageBody]),
-]
-
-
 class FunctionBody(LenientModel):
     """A function that the model may call; `parameters` is the JSON schema of its arguments."""
 
@@ -337,10 +329,9 @@ ToolChoice = Annotated[
 ]
 
 
-class StreamOptions(StrictModel):
+class StreamOptions(LenientModel):
     """Options of a stream's end."""
 
-    ignored = frozenset({"include_obfuscation"})
     include_usage: bool = False
 
 
@@ -459,7 +450,9 @@ class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
     ignored = frozenset(f"{OF_CLIENTS} {OF_OPEN_WEBUI}".split())
-    messages: Messages
+    messages: Annotated[
+        list[MessageBody], Field(min_length=1, max_length=1000, fail_fast=True), BeforeValidator(_without_unseen)
+    ]
     max_completion_tokens: TokenLimit = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=20), _beside("logprobs")] | None = None

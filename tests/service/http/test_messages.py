@@ -80,7 +80,7 @@ def test_documents(client: httpx.Client) -> None:
         ({"max_tokens": None}, "max_tokens: is missing"),
         ({"tools": [{"name": "f", "input_schema": {}}]}, "tools: the model's chat template has no place for them"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type: must be 'function'"),
-        ({"tool_choice": {"type": "some"}}, "tool_choice.type: must be 'function'"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice.function.name: is missing"),
         ({"tool_choice": "any"}, "tool_choice: must be 'none', 'auto' or 'required'"),
         (
             {"messages": [USER, {"role": "assistant", "content": [{"type": "tool_use"}]}]},
