@@ -119,10 +119,8 @@ class Database:
 
     def unusable(self, why: object) -> StoreDirectoryError:
         """The error for a broken file, with its remedy."""
-        return StoreDirectoryError(
-            f"{self._path} cannot be used: {why}; check that the folder is writable, or, with no process using the store, "
-            f"move {self._path.name}* away: it is made again from the entries' files"
-        )
+        remedy = f"make it writable, or, with the store closed, move {self._path.name}* away: it is made anew from the files"
+        return StoreDirectoryError(f"{self._path} cannot be used: {why}; {remedy}")
 
 
 @contextmanager

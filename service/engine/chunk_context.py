@@ -122,10 +122,8 @@ class ChunkNaming:
         """Raise PromptTooLongError if a document's chunk, and what it is computed after, are longer than the positions."""
         longest, before = max(map(len, chunks), default=0), len(self.prefix_ids) + len(self.context.filler_ids)
         if max_positions is not None and before + longest > max_positions:
-            raise PromptTooLongError(
-                f"document {id_!r} has a chunk of {longest} tokens, and the model {max_positions} positions, of which "
-                f"{before} are for what stands before it; lower chunk_tokens, in another folder"
-            )
+            why = f"a chunk of {longest} tokens, {before} before it, and the model {max_positions} positions"
+            raise PromptTooLongError(f"document {id_!r} has {why}; lower chunk_tokens, in another folder")
 
     def keys_of_document(self, chunks: Sequence[Sequence[int]]) -> list[ChunkKey]:
         """The store's keys of all chunks of a document, in its order."""
