@@ -30,11 +30,15 @@ from cacheblend.retriever.passages import StoredTexts, find_passages
 from cacheblend.service import Answer, Engine, EngineConfig
 from cacheblend.service.engine.prompt import Message
 from cacheblend.service.engine.request import Request
+from cacheblend.service.http.chat import lay_out_chat, lay_out_completion
+from cacheblend.service.http.schemas import ChatBody, CompletionBody
 
 CHUNKS, CHARACTERS, ROUNDS = 100_000, 10_000, 50
 PASSAGES, IN_A_PROMPT, COMPARED_EVERY = 2000, 6, 25
 RATIO = 0.14  # named, as without it a small model computes short prompts in full
 TIMED_PROMPTS, TIMED_ROUNDS = 9, 2  # of those without passages: one of each kind
+RECIPES = Path(__file__).parents[1] / "tests" / "service" / "http" / "recipes.json"
+RECORDED_QUESTION = "What can be seen there today?"
 INSTRUCTION = "Answer from the sources.\n\n"
 
 
@@ -77,7 +81,7 @@ def prepare(engine: Engine, text: str, **options: Any) -> Request:
 
 
 def with_sources(texts: Sequence[str], question: str) -> str:
-    """A message as Open WebUI writes it."""
+    """A message with passages as sources."""
     return INSTRUCTION + "\n".join(f'<source id="{n}">{text}</source>' for n, text in enumerate(texts, 1)) + f"\n\n{question}"
 
 
@@ -134,21 +138,47 @@ def draw_zipf(rows: Sequence[tuple[int, float, float, float]], figure: Path) -> 
     drawn.savefig(figure, bbox_inches="tight", dpi=120)
 
 
+def rewritten(value: Any, old: Sequence[str], new: Sequence[str], question: str) -> Any:
+    """A request that an application's own library wrote, about other passages and another question; the passages of a tool's result stand in JSON."""
+    if isinstance(value, dict):
+        return {key: rewritten(one, old, new, question) for key, one in value.items()}
+    if isinstance(value, list):
+        return [rewritten(one, old, new, question) for one in value]
+    if not isinstance(value, str):
+        return value
+    in_json = value.startswith("[{")
+    for before, after in zip(sorted(filter(value.__contains__, old), key=value.index), new, strict=False):
+        value = value.replace(before, json.dumps(after)[1:-1] if in_json else after)
+    return value.replace(RECORDED_QUESTION, question)
+
+
+def prepare_body(engine: Engine, body: dict[str, Any], **options: Any) -> Request:
+    """A request of a body that a client sends, laid out as the service does."""
+    if "prompt" in body:
+        (layout,) = lay_out_completion(engine, CompletionBody.model_validate(body), 0)
+    else:
+        (layout,) = lay_out_chat(engine, ChatBody.model_validate(body), {})
+    return engine.prepare(**{**layout, **options})
+
+
 def quality(engine: Engine, cases: int) -> dict[str, Any]:
-    """Passages in a message at second sight, in another order, beside `documents`; each against its own full recompute."""
-    draw = random.Random(3)
+    """Passages in applications' own words, in another order, beside `documents`; each against its own full recompute."""
+    draw, recorded = random.Random(3), json.loads(RECIPES.read_text(encoding="utf-8"))
+    bodies = {name: requests[-1]["body"] for name, requests in recorded["requests"].items()}
+    if not engine.prompts.template.takes_tools:
+        del bodies["agent"]
     engine.ingest(handbook_documents())
-    rows: dict[str, list[dict[str, float]]] = {"found": [], "documents": []}
-    for item in handbook_questions()[:cases]:
-        texts = [one.chunk.text.strip() for one in engine.search(item.question, 6)]
-        for _ in range(2):  # the KV of what was not ingested word for word is stored at second sight
-            engine.complete(prepare(engine, with_sources(draw.sample(texts, len(texts)), "What is this?"), max_tokens=1))
-            engine.drain()
-        text = with_sources(draw.sample(texts, len(texts)), item.question)
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in ("documents", *bodies)}
+    for number, item in enumerate(handbook_questions()[:cases], 1):
+        texts = [one.chunk.text.strip() for one in engine.search(item.question, 4)]
         documents: dict[str, Any] = {"documents": [{"text": one} for one in texts]}
-        asked = {"found": partial(prepare, engine, text), "documents": partial(engine.prepare, item.question, **documents)}
-        engine.complete(asked["documents"](max_tokens=1))
-        engine.drain()
+        asked = {"documents": partial(engine.prepare, item.question, **documents)}
+        for name, body in bodies.items():
+            about = rewritten(body, recorded["texts"], draw.sample(texts, len(texts)), item.question)
+            asked[name] = partial(prepare_body, engine, about)
+        for name in ("documents", "open_webui", "open_webui"):  # the KV of what was not ingested word for word
+            engine.complete(asked[name](max_tokens=1))
+            engine.drain()
         for name, make in asked.items():
             answers, logits = list[Answer](), list[Any]()
             for method in ("full_recompute", "blend"):
@@ -166,8 +196,11 @@ def quality(engine: Engine, cases: int) -> dict[str, Any]:
                     "equal_tokens": equal_greedy_tokens(answers[0].token_ids, answers[1].token_ids),
                 }
             )
-    figures = {name: {key: round(statistics.mean(row[key] for row in of), 4) for key in of[0]} for name, of in rows.items()}
-    return {**figures, "ttft_over_documents": round(figures["found"]["ttft_s"] / figures["documents"]["ttft_s"], 3)}
+        if number % 5 == 0 or number == cases:
+            figures = {name: {key: round(statistics.mean(row[key] for row in of), 4) for key in of[0]} for name, of in rows.items()}
+            over = {name: round(of["ttft_s"] / figures["documents"]["ttft_s"], 3) for name, of in figures.items()}
+            print(json.dumps({"cases": number, **figures, "ttft_over_documents": over}), flush=True)
+    return figures
 
 
 def plain(requests: int) -> dict[str, Any]:

@@ -152,9 +152,10 @@ def test_watching_ends_at_sigterm(run: CommandLine, tmp_path: Path, monkeypatch:
                 (folder / f"{written}.txt").write_text(f"The news of day {written} are short.")
                 written += 1
                 found += new_documents(1)
-            (folder / "bad.txt").write_text("It is mended.")
             written += 1
             while found < written and time.monotonic() < until:
+                (tmp_path / "mended.txt").write_text("It is mended.")
+                (tmp_path / "mended.txt").replace(folder / "bad.txt")
                 found += new_documents(1)
         finally:
             end_by_sigterm()
