@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -111,23 +112,9 @@ class Prompt:
 
         These are the tokens of `BRIDGE_TOKENS` in a row that occur in two segments with KV, and in at most half of them.
         """
-        lengths = torch.tensor([len(segment.token_ids) for segment in self.segments])
-        segment_N = torch.arange(len(lengths)).repeat_interleave(lengths)
-        start_R = torch.arange(max(0, len(self) - BRIDGE_TOKENS + 1))
-        start_R = start_R[self.reusable_N[start_R] & (segment_N[start_R] == segment_N[start_R + BRIDGE_TOKENS - 1])]
-        ids_N, key_R = torch.tensor(self.token_ids), torch.zeros_like(start_R)
-        for place in range(BRIDGE_TOKENS):
-            key_R = key_R << TOKEN_BITS | ids_N[start_R + place]
-        _, run_R = key_R.unique(return_inverse=True)
-        # A run counts once in each of its segments.
-        once = (run_R * len(lengths) + segment_N[start_R]).unique()
-        segments_R = torch.bincount(once // len(lengths), minlength=1)[run_R]
+        segment_N, start_R, segments_R = _shared_runs([segment.token_ids for segment in self.segments], self.reusable_N)
         most = max(2, len(segment_N[start_R].unique()) // 2)
-        start_B = start_R[(segments_R > 1) & (segments_R <= most)]
-        bridge_N = torch.zeros(len(self), dtype=torch.bool)
-        for place in range(BRIDGE_TOKENS):
-            bridge_N[start_B + place] = True
-        return bridge_N
+        return _covered(start_R[(segments_R > 1) & (segments_R <= most)], len(self))
 
     def cached(self, *, exact_only: bool = False) -> list[tuple[int, int, KVHandle]]:
         """(start, stop, kv) of every segment whose KV is read, in order."""
@@ -259,3 +246,38 @@ class FusionResult:
         if not self.reusable_tokens or not later:
             return 0.0
         return sum(max(0, len(positions) - fresh) for positions in later) / (len(later) * self.reusable_tokens)
+
+
+def alike_chunks(chunks: Sequence[Sequence[int]]) -> list[bool]:
+    """Whether each chunk looks like others: most of its tokens are in runs that three chunks have.
+
+    So do records, and a table's rows. What tells them apart is little beside what they share, and their KV, computed apart, does
+    not have it: even the half recomputed that a question attends to loses answers (docs/adr/031).
+    """
+    segment_N, start_R, segments_R = _shared_runs(chunks, torch.ones(sum(map(len, chunks)), dtype=torch.bool))
+    alike_N = _covered(start_R[segments_R >= 3], len(segment_N))
+    shared = torch.bincount(segment_N[alike_N], minlength=len(chunks)).tolist()
+    return [len(chunk) < 2 * alike for chunk, alike in zip(chunks, shared, strict=True)]
+
+
+def _shared_runs(segments: Sequence[Sequence[int]], among_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The segment of each token, where the runs of `BRIDGE_TOKENS` in a segment begin, and how many segments have each."""
+    lengths = torch.tensor([len(token_ids) for token_ids in segments], dtype=torch.int64)
+    segment_N = torch.arange(len(lengths)).repeat_interleave(lengths)
+    start_R = torch.arange(max(0, len(segment_N) - BRIDGE_TOKENS + 1))
+    start_R = start_R[among_N[start_R] & (segment_N[start_R] == segment_N[start_R + BRIDGE_TOKENS - 1])]
+    ids_N, key_R = torch.tensor(list(chain(*segments)), dtype=torch.int64), torch.zeros_like(start_R)
+    for place in range(BRIDGE_TOKENS):
+        key_R = key_R << TOKEN_BITS | ids_N[start_R + place]
+    _, run_R = key_R.unique(return_inverse=True)
+    # A run counts once in each of its segments.
+    once = (run_R * len(lengths) + segment_N[start_R]).unique()
+    return segment_N, start_R, torch.bincount(once // len(lengths), minlength=1)[run_R]
+
+
+def _covered(start_R: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Boolean mask (N,) of the tokens in the runs that begin at `start_R`."""
+    covered_N = torch.zeros(tokens, dtype=torch.bool)
+    for place in range(BRIDGE_TOKENS):
+        covered_N[start_R + place] = True
+    return covered_N

@@ -195,7 +195,8 @@ class BlendWorker:
             # 1. Look up the chunks; all ranks go on with the same hits. Compute the prefix, or look it up.
             stored, source = self._find(prompt, held)
             prefix = yield from self._prefix_segment(prompt.prefix)
-            # 2. Plan: more is recomputed where that hides beside loading; what full recompute gives as soon is left to vLLM.
+            # 2. Plan: more is recomputed where that hides beside loading; what full recompute gives as soon is left to vLLM, and
+            #    a prompt all of whose chunks look alike.
             r_star = self._engine.loader.quality_ratio
             nats = self._engine.fusion.max_loss_nats if job.ratio is None else None
             policy = BlendPolicy(
@@ -207,11 +208,12 @@ class BlendWorker:
             )
             stored = [chunk.part(kv) for chunk, kv in zip(prompt.chunks, stored, strict=True)]
             plan = plan_blend(prompt, Found(prefix, stored), policy)
-            if plan.full_recompute:
+            reused = [segment.kv for segment in plan.segments if segment.kv is not None and not segment.exact]
+            if not reused:
                 if plan.predicted is not None and self._controller is not None:
                     self._controller.record(plan.predicted, load_s=0.0, compute_s=None)  # its corrections fade
                 self._miss(plan.misses)
-                return {"blended": False, "reason": "slow_loading"}  # the stored KV would come no sooner than it is computed
+                return {"blended": False, "reason": "slow_loading" if plan.full_recompute else "look_alike"}
             # 3. Blend it, each finished layer straight into the pages.
             segments = [Segment(segment.token_ids, segment.kv, segment.exact) for segment in plan.segments]
             config = replace(self._engine.fusion, recompute_ratio=plan.ratio, max_loss_nats=nats)
@@ -227,7 +229,7 @@ class BlendWorker:
             on_cpu = geometry.device.type == "cpu"  # a GPU computes while the host waits
             self._controller.record(predicted, load_s=source.load_s, compute_s=computed_s if on_cpu else None)
         self._miss(plan.misses)
-        return _report(prompt, stored, blended)
+        return _report(prompt, reused, blended)
 
     def _find(self, prompt: PromptTokens, held: ExitStack) -> tuple[list[KVHandle | None], LayerSource]:
         """The stored KV of each chunk, None for a miss, and what brings it; with ranks, this one's heads, in memory."""
@@ -344,9 +346,9 @@ class BlendWorker:
             return [False] * len(keys)
 
 
-def _report(prompt: PromptTokens, stored: Sequence[KVHandle | None], blended: FusionResult) -> Report:
+def _report(prompt: PromptTokens, reused: Sequence[KVHandle], blended: FusionResult) -> Report:
     """A request's report of its blend, for the answer."""
-    hits = [len(kv.token_ids) for kv in stored if kv is not None]
+    hits = [len(kv.token_ids) for kv in reused]
     later = blended.recomputed[1:] or blended.recomputed
     return {
         "blended": True,

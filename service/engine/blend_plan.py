@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from cacheblend.blend.prompt import alike_chunks
+
 if TYPE_CHECKING:
     from cacheblend.loader import LoadingController, LoadingPlan, WorkEstimator
     from cacheblend.store import KVHandle
@@ -79,7 +81,8 @@ class BlendPolicy:
     """How the recompute ratio of a blend is chosen.
 
     Args:
-        ratio: the ratio that the request asks for; None leaves it to the controller.
+        ratio: the ratio that the request asks for; None leaves it to the controller. Without one, and where the blend may be
+            widened, chunks that look alike are computed.
         quality_ratio: r*, for requests that ask for none where there is no controller.
         layers: of the model.
         controller: picks the ratio from a profile; None without a profile.
@@ -145,9 +148,13 @@ def plan_blend(prompt: PromptTokens, found: Found, policy: BlendPolicy) -> Blend
         found: its stored KV; entries of `found.chunks` stand for the prompt's chunks, in order.
         policy: how the ratio is chosen.
     """
-    # 1. The ratio, and whether full recompute is predicted to be as fast.
-    ratio, full, predicted = policy.choose(prompt, found)
-    reusable = sum(len(kv.token_ids) for kv in found.chunks if kv is not None)
+    # 1. The chunks whose KV is left alone, as they look alike. Then the ratio, and whether full recompute is as fast.
+    alike = [False] * len(prompt.chunks)
+    if policy.widens or policy.ratio is None:
+        alike = alike_chunks([() if chunk.key is None else chunk.token_ids for chunk in prompt.chunks])
+    chunks = [None if is_alike else kv for kv, is_alike in zip(found.chunks, alike, strict=True)]
+    ratio, full, predicted = policy.choose(prompt, Found(found.prefix, chunks))
+    reusable = sum(len(kv.token_ids) for kv in chunks if kv is not None)
     if policy.widens and reusable and ratio < 1:
         between = sum(len(chunk.token_ids) for chunk in prompt.chunks if chunk.key is None)
         ratio = max(ratio / 2, ratio - between / reusable)
@@ -155,8 +162,9 @@ def plan_blend(prompt: PromptTokens, found: Found, policy: BlendPolicy) -> Blend
     prefix = None if full else found.prefix
     exact = 0 if prefix is None else len(prefix.token_ids)
     before, after = prompt.prefix[exact:], prompt.suffix[max(0, exact - len(prompt.prefix)) :]
-    chunks = [_chunk_segment(*pair, full=full) for pair in zip(prompt.chunks, found.chunks, strict=True)]
-    segments = [*([] if prefix is None else [prefix]), BlendSegment(before), *chunks, BlendSegment(after)]
+    placed = zip(prompt.chunks, found.chunks, alike, strict=True)
+    parts = [_chunk_segment(chunk, kv, full=full or is_alike) for chunk, kv, is_alike in placed]
+    segments = [*([] if prefix is None else [prefix]), BlendSegment(before), *parts, BlendSegment(after)]
     # 3. The misses, whose KV is computed and stored afterwards.
     misses = [chunk for chunk, kv in zip(prompt.chunks, found.chunks, strict=True) if kv is None and chunk.key is not None]
     filled = tuple(segment for segment in segments if segment.token_ids)
@@ -174,6 +182,6 @@ def fresh_records(prompt: PromptTokens, tokens: int = 0) -> list[PlannedSegment]
 
 
 def _chunk_segment(chunk: PromptChunk, kv: KVHandle | None, *, full: bool) -> BlendSegment:
-    """A chunk's segment. Stored KV that a full recompute does not use is neither a hit nor a miss, and has no key."""
+    """A chunk's segment. Stored KV that is not used is neither a hit nor a miss, and has no key."""
     key = None if chunk.key is None or (full and kv is not None) else str(chunk.key)
     return BlendSegment(chunk.token_ids, None if full else kv, key=key, earlier=chunk.earlier)

@@ -47,12 +47,14 @@ def served(make_model: MakeModel, open_served: OpenServed) -> Iterator[Served]:
         yield served
 
 
-def prompt(*order: int, head: Sequence[int] = HEAD) -> tuple[list[int], list[list[int]]]:
+def prompt(
+    *order: int, head: Sequence[int] = HEAD, chunks: Sequence[Sequence[int]] = CHUNKS
+) -> tuple[list[int], list[list[int]]]:
     """The prompt over chunks in an order, and where they stand."""
     tokens, spans = list(head), list[list[int]]()
     for index in order:
-        spans.append([len(tokens), len(tokens) + len(CHUNKS[index])])
-        tokens += CHUNKS[index]
+        spans.append([len(tokens), len(tokens) + len(chunks[index])])
+        tokens += chunks[index]
     return [*tokens, *QUESTION], spans
 
 
@@ -231,6 +233,18 @@ def test_the_loading_controller_picks_the_ratio(make_model: MakeModel, open_serv
                 assert named["recompute_ratio"] == pytest.approx(0.15, abs=0.02)
             else:
                 assert report["reason"] == "slow_loading"
+
+
+def test_chunks_that_look_alike_are_left_to_vllm(served: Served) -> None:
+    """Records of one form are no blend, and one among them that is none is reused; a ratio by name blends all of them."""
+    records = [CHUNKS[0][:60] + chunk[60:] for chunk in CHUNKS]
+    served.precompute(records)
+    for order, ratio, hits in (((0, 1, 2), None, None), ((0, 1, 3, 2), None, 1), ((0, 1, 2), 0.15, 3)):
+        tokens, spans = prompt(*order, chunks=[*records, CHUNKS[1]])
+        served.llm.reset_prefix_cache()
+        report = served.ask(tokens, spans, ratio=ratio).kv_transfer_params["cacheblend"]
+        assert (report["blended"], report.get("hits")) == (hits is not None, hits), report
+        assert report.get("reason") == ("look_alike" if hits is None else None)
 
 
 def test_a_failed_blend_is_computed_by_vllm(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

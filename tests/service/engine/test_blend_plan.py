@@ -182,3 +182,29 @@ def test_a_prefix_that_reaches_into_the_suffix() -> None:
 def test_fresh_records(tokens: int, parts: list[tuple[int, ...]]) -> None:
     """What stands after the first tokens is recorded part by part."""
     assert [record.token_ids for record in fresh_records(PROMPT, tokens)] == parts
+
+
+FORM, PROSE = tuple(range(50, 60)), tuple(range(100, 130))
+
+
+@pytest.mark.parametrize(
+    ("texts", "computed"),
+    [
+        ([(*FORM, 1, 2, 3), (*FORM, 4, 5, 6), (7, *FORM, 8)], [True, True, True]),
+        ([(*FORM, 1), PROSE, (*FORM, 2), (3, *FORM)], [True, False, True, True]),
+        ([(*FORM, 1), (*FORM, 2), PROSE], [False, False, False]),  # two may be one text that stands twice
+        ([(*FORM, *range(20)), (*FORM, *range(20, 40)), (*FORM, *range(60, 80))], [False, False, False]),
+        ([(1, 2), (1, 2), (1, 2)], [False, False, False]),
+    ],
+)
+@pytest.mark.parametrize(("ratio", "choosers"), [(None, {}), (0.05, {"widens": True}), (0.05, {})])
+def test_chunks_that_look_alike(
+    texts: list[tuple[int, ...]], computed: list[bool], ratio: float | None, choosers: dict[str, Any]
+) -> None:
+    """Records of one form are computed, and are neither hits nor misses; all others are reused, and all at a ratio by name."""
+    found = Found(None, [StoredKV(text) for text in texts])  # type: ignore[misc]  # fakes
+    plan = plan_blend(PromptTokens(PREFIX, SUFFIX, tuple(map(chunk, texts))), found, policy_of(ratio, **choosers))
+    is_named = ratio is not None and not choosers
+    kinds = ["fresh" if one and not is_named else "reused" for one in computed]
+    assert [segment.record.kind for segment in plan.segments] == ["fresh", *kinds, "fresh"]
+    assert plan.misses == ()

@@ -191,7 +191,7 @@ def test_r_star_and_selector(calibrated_engine: OpenEngine, calibration: Calibra
     """Without a profile, ratio and selector of the calibration are served; 0 is full reuse."""
     engine = calibrated_engine(replace(calibration, ratio=ratio))
     assert taken(engine) == (ratio, "gradual")
-    assert blended(engine, documents=[{"text": "long enough to be worth a blend " * 20}]) == ratio
+    assert blended(engine, documents=[{"text": " ".join(str(7919 * number) for number in range(45))}]) == ratio
 
 
 def test_the_controller_takes_it(calibrated_engine: OpenEngine) -> None:
