@@ -18,6 +18,7 @@ import torch
 from cacheblend.blend import ChunkContext, FusionConfig, FusionResult, Fusor, Segment, SequenceKV
 from cacheblend.blend.config import DOCUMENT_TOKENS
 from cacheblend.blend.fusor import NO_CONTEXT
+from cacheblend.blend.prompt import alike_chunks
 from cacheblend.blend.widening import FIRST_RATIO
 from cacheblend.eval.data import Request
 from cacheblend.service.engine.chunk_context import chunk_context
@@ -260,8 +261,12 @@ class Blend(Method):
         _ = resident.head_kv, resident.chunk_kv(self._context)
 
     def prefill(self, resident: ResidentRequest) -> FusionResult:
-        """Fuse."""
-        return self._fusor.fuse(resident.blend_segments(self._context), self._config)
+        """Fuse; what may be widened computes chunks that look alike, as a service does."""
+        segments = resident.blend_segments(self._context)
+        if self._config.max_loss_nats is not None:
+            alike = alike_chunks([() if one.kv is None or one.exact else one.token_ids for one in segments])
+            segments = [Segment(one.token_ids) if is_alike else one for one, is_alike in zip(segments, alike, strict=True)]
+        return self._fusor.fuse(segments, self._config)
 
     def loaded_bytes(self, resident: ResidentRequest, fused: FusionResult) -> int:
         """The chunks' KV from layer 1 up, layer 0 too where not all of its tokens ran, and the head's."""
