@@ -139,7 +139,10 @@ def draw_zipf(rows: Sequence[tuple[int, float, float, float]], figure: Path) -> 
 
 
 def rewritten(value: Any, old: Sequence[str], new: Sequence[str], question: str) -> Any:
-    """A request that an application's own library wrote, about other passages and another question; the passages of a tool's result stand in JSON."""
+    """A request that an application's own library wrote, about other passages and another question.
+
+    The passages of a tool's result stand in JSON.
+    """
     if isinstance(value, dict):
         return {key: rewritten(one, old, new, question) for key, one in value.items()}
     if isinstance(value, list):
@@ -159,6 +162,11 @@ def prepare_body(engine: Engine, body: dict[str, Any], **options: Any) -> Reques
     else:
         (layout,) = lay_out_chat(engine, ChatBody.model_validate(body), {})
     return engine.prepare(**{**layout, **options})
+
+
+def means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of each figure."""
+    return {key: round(statistics.mean(row[key] for row in rows), 4) for key in rows[0]}
 
 
 def quality(engine: Engine, cases: int) -> dict[str, Any]:
@@ -197,7 +205,7 @@ def quality(engine: Engine, cases: int) -> dict[str, Any]:
                 }
             )
         if number % 5 == 0 or number == cases:
-            figures = {name: {key: round(statistics.mean(row[key] for row in of), 4) for key in of[0]} for name, of in rows.items()}
+            figures = {name: means(of) for name, of in rows.items()}
             over = {name: round(of["ttft_s"] / figures["documents"]["ttft_s"], 3) for name, of in figures.items()}
             print(json.dumps({"cases": number, **figures, "ttft_over_documents": over}), flush=True)
     return figures

@@ -195,8 +195,8 @@ class BlendWorker:
             # 1. Look up the chunks; all ranks go on with the same hits. Compute the prefix, or look it up.
             stored, source = self._find(prompt, held)
             prefix = yield from self._prefix_segment(prompt.prefix)
-            # 2. Plan: more is recomputed where that hides beside loading; what full recompute gives as soon is left to vLLM, and
-            #    a prompt all of whose chunks look alike.
+            # 2. Plan: more is recomputed where that hides beside loading. What full recompute gives as soon is left to vLLM,
+            #    and so are chunks that all look alike.
             r_star = self._engine.loader.quality_ratio
             nats = self._engine.fusion.max_loss_nats if job.ratio is None else None
             policy = BlendPolicy(
