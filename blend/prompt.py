@@ -251,8 +251,8 @@ class FusionResult:
 def alike_chunks(chunks: Sequence[Sequence[int]]) -> list[bool]:
     """Whether each chunk looks like others: most of its tokens are in runs that three chunks have.
 
-    So do records, and a table's rows. What tells them apart is little beside what they share, and KV that is computed apart does
-    not have it: a blend that recomputes half of the tokens still loses answers (docs/adr/031).
+    So do records, and a table's rows. What tells them apart is little beside what they share, and KV that is computed apart
+    does not have it: a blend that recomputes half of the tokens still loses answers (docs/adr/031).
     """
     segment_N, start_R, segments_R = _shared_runs(chunks, torch.ones(sum(map(len, chunks)), dtype=torch.bool))
     alike_N = _covered(start_R[segments_R >= 3], len(segment_N))

@@ -170,10 +170,11 @@ def test_giving_way() -> None:
 
 def test_turns_by_batches() -> None:
     """Calls of a tenant run a batch each in turn; one that is given up while it waits for its turn has none."""
-    pool, order = CallPool(NAME, 8, per_tenant=8), list[str]()
+    pool, order, come = CallPool(NAME, 8, per_tenant=8), list[str](), set[str]()
 
     def work(name: str, batches: int, gate: threading.Event, check: Check) -> None:
         for _ in range(batches):
+            come.add(name)
             check()
             order.append(name)
             assert gate.wait(60)
@@ -187,7 +188,7 @@ def test_turns_by_batches() -> None:
     large = submit("a large", 4, gates[0])
     wait_until(lambda: order == ["a large"])
     other, gone, small = submit("b", 1, gates[1]), submit("a gone", 9, gates[1]), submit("a small", 1, gates[1])
-    wait_until(lambda: order == ["a large", "b"])
+    wait_until(lambda: order == ["a large", "b"] and come > {"a gone", "a small"})
     pool.leave(gone, ClientGoneError("gone"))
     gates[0].set()
     wait_until(lambda: order == ["a large", "b", "a small"])
