@@ -113,13 +113,6 @@ def test_windows_cover_each_chunk_once(tokens: list[int], limit: int) -> None:
     assert new == list(range(len(tokens)))
 
 
-def test_windows_begin_with_earlier_chunks() -> None:
-    """A later window begins with half a window of the chunks before its new ones."""
-    windows = ChunkContext(document_tokens=40).windows([[0] * 10] * 9)
-    found = [(window.first, window.new, window.last) for window in windows]
-    assert found == [(0, 0, 4), (2, 4, 6), (4, 6, 8), (6, 8, 9)]
-
-
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2", "gemma3", "phi3", "qwen3"])
 @pytest.mark.parametrize("filler", [(), FILLER[:5], FILLER])
 def test_a_chunk_has_the_kv_that_it_has_after_its_context(name: str, filler: tuple[int, ...]) -> None:
@@ -133,13 +126,6 @@ def test_a_chunk_has_the_kv_that_it_has_after_its_context(name: str, filler: tup
             for x_HTD, y_HTD in zip(own, other, strict=True):
                 torch.testing.assert_close(x_HTD, y_HTD, rtol=1e-4, atol=1e-5)
         assert (kv.prefix_ids, kv.context) == (tuple(BOS), context_digest(filler, DOCUMENTS[0][:index]))
-
-
-def test_without_a_document_each_chunk_stands_after_the_filler() -> None:
-    """`document_tokens=0` leaves the earlier text out."""
-    fusor = Fusor(tiny_model("llama"))
-    kvs = list(fusor.precompute_document(DOCUMENTS[0], BOS, context=ChunkContext(filler_ids=FILLER, document_tokens=0)))
-    assert {kv.context for kv in kvs} == {context_digest(FILLER, [])}
 
 
 def test_long_documents_are_read_in_windows() -> None:

@@ -50,16 +50,6 @@ def model(engine: Engine) -> ChatCacheBlend:
     return ChatCacheBlend(engine=engine)
 
 
-def test_ordinary_chain_blends(retriever: CacheBlendRetriever, model: ChatCacheBlend) -> None:
-    """Retriever, template, model: the chunks' stored KV is used, and the prompt is the template's text."""
-    message = chain(model, retriever).invoke(QUESTION)
-    plan = message.response_metadata["plan"]
-    assert (plan["hits"], plan["misses"]) == (4, 0)
-    assert message.usage_metadata["input_token_details"]["cache_read"] > 0
-    exact = chain(model.bind(method="full_recompute"), retriever).invoke(QUESTION)
-    assert exact.response_metadata["plan"]["prompt_tokens"] == plan["prompt_tokens"]
-
-
 @pytest.mark.parametrize("join", [joined, lambda found: "\n---\n".join(document.page_content.strip() for document in found)])
 def test_the_prompt_is_unchanged(engine: Engine, retriever: CacheBlendRetriever, model: ChatCacheBlend, join: Any) -> None:
     """A blended prompt is the model's own tokens of the template's text; at ratio 1.0 so is the answer."""

@@ -180,14 +180,6 @@ def test_search_beyond_the_corpus_gives_what_there_is(retriever: Retriever) -> N
         retriever.search("cat", 1)
 
 
-@pytest.mark.parametrize("documents", ["text", CATS, None, [CATS, "text"], [CATS, {"id": "cats", "text": "other"}]])
-def test_one_bad_document_adds_nothing(retriever: Retriever, documents: object) -> None:
-    """Documents are checked before the first is added; the same id with two texts is a mistake, not a silent loss."""
-    with pytest.raises(InputError):
-        retriever.add(documents)  # type: ignore[arg-type]  # on purpose
-    assert retriever.documents() == []
-
-
 def test_interrupted_add_keeps_whole_documents(tmp_path: Path) -> None:
     """When adding stops midway, documents are there whole or not at all, and adding again goes on."""
     documents = [{"id": str(number), "text": f"Document {number}. " * 40} for number in range(12)]

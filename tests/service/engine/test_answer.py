@@ -129,12 +129,6 @@ def test_prefix_cache(engine: Engine) -> None:
     for answer in (miss, hit):
         assert furthest(answer, full) <= 1e-4
         assert answer.token_ids == full.token_ids
-    documents = [{"text": scored.chunk.text} for scored in reversed(full.chunks)]
-    head = len(full.plan.segments[0].token_ids)
-    reversed_ = ask(engine, "prefix_cache", documents=documents)
-    assert len(reversed_.plan.segments[0].token_ids) == head // BLOCK_TOKENS * BLOCK_TOKENS > 0
-    assert reversed_.plan.hits == 1
-    assert furthest(reversed_, ask(engine, "full_recompute", documents=documents)) <= 1e-4
 
 
 def test_documents_brought_along(engine: Engine) -> None:

@@ -148,17 +148,8 @@ def test_encodings_are_detected(tmp_path: Path, encoding: str, text: str) -> Non
 
 def test_hidden_and_ignored_files(tmp_path: Path) -> None:
     """Hidden and ignored files and stores are left out, at any depth, and said; a pattern's ids begin after its folder."""
-    for name in (
-        "a.txt",
-        ".hidden.txt",
-        ".git/config.txt",
-        "build/out.txt",
-        "sub/keep.log",
-        "sub/drop.log",
-        "sub/deep/x.tmp.txt",
-        "store/kv/store.json",
-        "store/settings.json",
-    ):
+    names = "a.txt .hidden.txt .git/config.txt build/out.txt sub/keep.log sub/drop.log sub/deep/x.tmp.txt"
+    for name in (*names.split(), "store/kv/store.json", "store/settings.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / ".gitignore").write_text("build/\n*.log\n")

@@ -129,20 +129,6 @@ def test_a_documents_own_name_is_no_files(engine: Engine) -> None:
     assert engine.documents.status("a").chunks == engine.documents.status("a#page=1").chunks
 
 
-def test_delete(engine: Engine) -> None:
-    """A deleted document is in neither index nor store, and the others are untouched."""
-    keys = keys_of(engine, ID)
-    before = stored(engine)
-    assert keys <= before
-    deleted = engine.documents.delete(ID)
-    assert deleted.stored_chunks == len(keys)
-    assert stored(engine) == before - keys
-    assert ID not in [status.id for status in engine.documents.page()[0]]
-    answer = engine.answer(QUESTION, num_chunks=TOP_K)
-    assert ID not in {scored.chunk.document_id for scored in answer.chunks}
-    assert answer.plan.misses == 0
-
-
 def test_deletions_do_not_come_between_an_ingests_halves(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A document that is deleted while it is replaced is there with its new text, or gone from index and store."""
     put, deletions = engine.retriever.put, list[threading.Thread]()
@@ -211,23 +197,6 @@ def test_delete_cut_off_between_store_and_index(engine: Engine, monkeypatch: pyt
     engine.documents.delete(ID)
     with pytest.raises(InputError, match="documents ls"):
         engine.documents.show(ID)
-
-
-def test_a_new_version_drops_what_is_unused(engine: Engine) -> None:
-    """A replaced document keeps the KV of chunks that its new text still has, and loses that of the others; it is found."""
-    old = keys_of(engine, ID)
-    others = stored(engine) - old
-    report = engine.ingest([{**FIRST, "text": f"{FIRST['text']} The else clause of the zebra loop is another end."}])
-    assert (report.added, report.replaced, report.unchanged) == (0, 1, 0)
-    assert 0 < report.computed < report.chunks
-    last = engine.retriever.chunks(ID)[-1]
-    answer = engine.answer(last.text, num_chunks=1)
-    assert (answer.chunks[0].chunk, answer.plan.hits, answer.plan.misses) == (last, 1, 0)
-    new = keys_of(engine, ID)
-    assert old & new
-    assert old - new
-    assert stored(engine) == others | new
-    assert report.dropped == len(old - new)
 
 
 def test_shared_chunks_are_stored_once(open_engine: OpenEngine) -> None:

@@ -148,24 +148,6 @@ def test_failing_to_open(
     assert not open_files(tmp_path)
 
 
-def test_two_engines_on_one_folder(open_ingested: OpenEngine) -> None:
-    """Two engines share a folder: what one ingests, the other finds and reuses."""
-    first, second = open_ingested(), open_ingested()
-    first.ingest([{"id": "zebra", "text": "The zebra walks to the river at night."}])
-    answer = second.answer("Where does the zebra walk at night?", num_chunks=1)
-    assert answer.chunks[0].chunk.document_id == "zebra"
-    assert answer.plan.hits == 1
-
-
-def test_the_named_model_is_loaded(model_dir: Path, fusor: Fusor, tmp_path: Path) -> None:
-    """Without a fusor the engine loads the configured model, whose keys are those of any other load of it."""
-    config = EngineConfig(model=str(model_dir), store_dir=tmp_path / "store", device="cpu", max_tokens=2)
-    with Engine(config, embedder=FakeEmbedder()) as engine:
-        assert engine.fusor is not fusor
-        assert engine.fusor.fingerprint == fusor.fingerprint
-        assert len(engine.answer(QUESTION, documents=DOCUMENTS[:1]).token_ids) == 2
-
-
 def test_ingest_and_answer_are_quiet(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is logged where nothing is wrong."""
     with caplog.at_level(logging.INFO):

@@ -211,12 +211,6 @@ class TestBlend:
             assert engine.prefixes.stats()["parts"] == len(layout.prefix) // BLOCK_TOKENS > 0
         assert kinds(answer) == ["exact", "fresh", "reused", "reused", "fresh"]
 
-    def test_the_default_head(self, engine: Engine) -> None:
-        """The head that every prompt has is held whole by the engine, and blocks change nothing of it."""
-        answers = [engine.answer(QUESTION, num_chunks=2) for _ in range(2)]
-        assert kinds(answers[0]) == kinds(answers[1]) == ["exact", "reused", "reused", "fresh"]
-        assert furthest(*answers) == 0
-
 
 def test_a_small_budget(open_engine: OpenEngine) -> None:
     """Below a block nothing is kept and all is answered; a budget that is no positive whole number is refused."""

@@ -37,11 +37,6 @@ class TestController:
         use_profile(engine, profile_of(engine, row_s=1 / sum(tokens), bytes_per_s=loaded / load_share))
         return engine
 
-    def test_without_a_profile(self, open_engine: OpenEngine) -> None:
-        """An engine that finds no profile takes r*, predicts nothing, and measures nothing."""
-        answer = ask(open_engine(recompute_ratio=None), documents=BROUGHT)
-        assert (answer.plan.recompute_ratio, answer.plan.loading) == (QUALITY_RATIO, None)
-
     def test_profile_beside_the_store(self, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         """A profile that was measured before is found at the next start, and a damaged one is left with a warning."""
         engine = open_engine(recompute_ratio=None)
@@ -81,18 +76,6 @@ class TestController:
         assert loading.load_s == pytest.approx(0.001 * layers_read)
         assert loading.full_s == pytest.approx(4)
 
-    def test_slow_loading(self, open_engine: OpenEngine) -> None:
-        """Where loading is slow the ratio is the one whose recompute hides behind it."""
-        engine = self.prepared(open_engine, load_share=0.001, selector="gradual")
-        head, chunk, tail = (len(segment.token_ids) for segment in ask(engine, documents=BROUGHT).plan.segments)
-        # Three layers are loaded while layer 0 and, at ratio 0.5, two later ones are computed.
-        load_share = (chunk + tail + 2 * (0.5 * chunk + tail)) / 3 / (head + chunk + tail)
-        plan = ask(self.prepared(open_engine, load_share, selector="gradual"), documents=BROUGHT).plan
-        assert plan.loading is not None
-        assert 0.3 < plan.loading.ratio <= 0.5  # the earlier layers recompute more than the mean
-        assert plan.recompute_ratio == plan.loading.ratio
-        assert plan.recomputed_tokens == pytest.approx(plan.recompute_ratio * plan.reusable_tokens, abs=1)
-
     @pytest.mark.parametrize(("selector", "load_share"), [("question_attention", 0.2), ("gradual", 0.5)])
     def test_slow_copies(self, open_engine: OpenEngine, selector: str, load_share: float) -> None:
         """What is in RAM a CPU copies between two layers: nothing hides behind that, however slow it is."""
@@ -125,12 +108,6 @@ class TestController:
         assert furthest(answer, ask(engine, "full_recompute", documents=documents)) <= 1e-6
         engine.drain()
         assert ask(engine, documents=documents, recompute_ratio=0.15).plan.hits == 2
-
-    def test_a_given_ratio_wins(self, open_engine: OpenEngine) -> None:
-        """A ratio that is asked for is taken as it is; the controller is not asked."""
-        engine = self.prepared(open_engine, load_share=20)
-        plan = ask(engine, documents=BROUGHT, recompute_ratio=0.4).plan
-        assert (plan.recompute_ratio, plan.loading, plan.hits) == (0.4, None, 1)
 
 
 @pytest.fixture

@@ -182,18 +182,11 @@ def test_a_begun_answer_in_plain_text(continues: bool) -> None:
         assert tokenizer().decode(suffix) == f"Question: {question}\nAnswer: It is"
 
 
-def test_without_chunks() -> None:
-    """Without chunks there is neither instruction nor the word before a question."""
-    layout = PromptRenderer(tokenizer(CHAT_TEMPLATE), CHAT_INSTRUCTION).chat([Message("user", "What?")], with_chunks=False)
-    assert tokenizer().decode(layout.token_ids) == "<s>user: What?</s><s>assistant: "
-
-
 @pytest.mark.parametrize(
     ("template", "turns", "named"),
     [
         (None, [], "one must be the user's"),
         ("{{ messages[0].content }}", [Message("system", "a"), Message("user", "b")], "drops or repeats"),
-        ("{{ raise_exception('no system') }}", [Message("user", "b")], "no system"),
     ],
 )
 def test_turns_that_cannot_be_taken(template: str | None, turns: list[Message], named: str) -> None:

@@ -173,18 +173,9 @@ def test_thoughts_in_a_text(marks: Thoughts, text: str, thoughts: str, said: str
 
 
 PARTS = [
-    "<think>",
-    "</",
-    "think>",
     "\n",
     " a",
-    "<|channel|>",
-    "<|message|>",
-    "<|end|>",
-    "analysis",
-    "to=functions.f",
-    "<|call|>",
-    "<|",
+    *["<think>", "</", "think>", "<|channel|>", "<|message|>", "<|end|>", "analysis", "to=functions.f", "<|call|>", "<|"],
 ]
 
 

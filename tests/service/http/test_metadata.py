@@ -61,12 +61,6 @@ def test_uploaded_filtered_returned(client: httpx.Client) -> None:
             "documents.0.metadata",
             "no plain value",
         ),
-        (
-            "/v1/documents",
-            {"documents": [{"text": "x", "metadata": {"a": "x" * 5000}}]},
-            "documents.0.metadata",
-            "more than 4096",
-        ),
     ],
 )
 def test_refused(client: httpx.Client, path: str, body: dict[str, Any], param: str, words: str) -> None:

@@ -61,23 +61,6 @@ def test_nothing_was_found(client: httpx.Client) -> None:
     assert client.post("/v1/completions", json=texts).json()["usage"]["completion_tokens"] <= 16
 
 
-def test_turns(engine: Engine, openai_client: openai.OpenAI) -> None:
-    """A system message takes the instruction's place, earlier turns stand before the chunks, and content may come in parts."""
-
-    def prompt_tokens(messages: list[dict[str, object]]) -> int:
-        chat = openai_client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1, extra_body={"num_chunks": 1})
-        return chat.usage.prompt_tokens
-
-    plain = prompt_tokens(MESSAGES)
-    parts = [{"type": "text", "text": QUESTION[:9]}, {"type": "text", "text": QUESTION[9:]}]
-    assert prompt_tokens([{"role": "user", "content": parts}]) == plain
-    tokenizer = engine.fusor.tokenizer
-    instruction, system = (len(tokenizer(text)["input_ids"]) for text in (engine.config.instruction, "Be brief.\n"))
-    assert prompt_tokens([{"role": "system", "content": "Be brief."}, *MESSAGES]) == plain - instruction + system
-    earlier = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
-    assert prompt_tokens([*earlier, *MESSAGES]) > plain
-
-
 def test_a_chat_that_follows_up(openai_client: openai.OpenAI) -> None:
     """A question that says nothing by itself finds what the one before asked for, and earlier ones do not matter."""
 
@@ -197,6 +180,7 @@ BACK: dict[str, Any] = {
         ({"role": "assistant", "content": [{**TEXT_PART, "cache_control": {"type": "ephemeral"}}]}, None),
         ({"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": ""}, TEXT_PART]}, None),
         ({"role": "assistant", "content": None, "refusal": "Nothing."}, None),
+        ({"role": "assistant", "content": [{"type": "text", "text": part} for part in ("Noth", "ing.")]}, None),
         ({"role": "assistant", "content": [{"type": "refusal", "refusal": "Nothing."}]}, None),
         ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""}),
         ({"role": "system", "content": ""}, {"role": "system", "content": None}),

@@ -154,26 +154,6 @@ def test_anthropic(client: openai.OpenAI) -> None:
         assert opened == ["thinking", "text"][1 - len(blocks) :]
 
 
-@pytest.mark.usefixtures("says")
-def test_langchain(client: openai.OpenAI) -> None:
-    """`ChatOpenAI` gets what is said as content, invoked and streamed, and the tokens of thoughts in its usage."""
-    langchain_openai = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
-    for thinks in (True, False):
-        model = langchain_openai.ChatOpenAI(
-            model=MODEL,
-            base_url=str(client.base_url),
-            api_key="none",
-            max_retries=0,
-            max_tokens=120,
-            stream_usage=True,
-            extra_body={"chat_template_kwargs": {"enable_thinking": thinks}},
-        )
-        message = model.invoke(QUESTION)
-        assert message.content == SAID
-        assert (message.usage_metadata["output_token_details"]["reasoning"] > 0) == thinks
-        assert "".join(piece.content for piece in model.stream(QUESTION)) == SAID
-
-
 def test_calls_after_thoughts(client: openai.OpenAI, says: list[str]) -> None:
     """A call after thoughts is one, whole and streamed, and it comes back in the conversation with its thoughts."""
     says[0] = CALL

@@ -200,16 +200,6 @@ def test_an_error_hits_its_own_request(engine: Engine, scheduler: Scheduler, mon
     assert isinstance(running.result(), Done)
 
 
-def test_stop_string(engine: Engine, scheduler: Scheduler) -> None:
-    """An answer ends before a stop string, which no piece of the stream shows."""
-    whole = serve(engine, scheduler, QUESTION, max_tokens=30).result().answer.text
-    stop = whole[len(whole) // 2 : len(whole) // 2 + 4]
-    client = serve(engine, scheduler, QUESTION, max_tokens=30, stop=[stop])
-    done = client.result()
-    assert done.finish_reason == "stop"
-    assert client.text == done.answer.text == whole[: whole.index(stop)]
-
-
 def test_closing_finishes_what_runs(engine: Engine) -> None:
     """Closing waits for the answers that are under way, and leaves no thread."""
     with Scheduler(engine.fusor) as scheduler:
