@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from dense_replay import replay
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from prompts import BOS, chunk, draw_ids, largest_difference, rag_prompt
 from tiny_models import CONFIGS, tiny_model
 
@@ -179,14 +177,3 @@ def test_fusion_can_be_stopped_between_layers() -> None:
     steps.close()
     with pytest.raises(StopIteration):
         next(steps)
-
-
-@given(ratio=st.floats(0, 1), tokens=st.integers(2, 40))
-@settings(max_examples=25, deadline=None)
-def test_any_ratio_is_kept_in_the_mean(ratio: float, tokens: int) -> None:
-    """Whatever the ratio, the mean over layers 1 and up is it, to a token a layer."""
-    fusor = Fusor(tiny_model("llama"), fingerprint="llama")
-    fused = fusor.fuse(
-        [Segment(BOS), chunk(fusor, tokens, seed=1), Segment(draw_ids(3, seed=2))], FusionConfig(recompute_ratio=ratio)
-    )
-    assert abs(fused.recomputed_ratio - ratio) <= 1 / (2 * tokens) + 1e-6

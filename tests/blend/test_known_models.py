@@ -140,14 +140,6 @@ def test_fetched_once_and_found_by_name(packages: Packages) -> None:
     assert not any(path.name in ("escaped", "packages") for path in converted_folder("", "").parent.rglob("*"))
 
 
-def test_terms_must_be_accepted(packages: Packages) -> None:
-    """A model with terms of its own is not fetched before they are accepted; the error shows where they are."""
-    model, download = packages
-    with pytest.raises(InputError, match=r"https://example\.org/terms.*--accept-licence"):
-        fetch_model(model, download=download)
-    assert not model.is_fetched
-
-
 def test_what_reads_gguf_is_missing(packages: Packages, monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing package is named before anything is downloaded."""
     monkeypatch.setitem(sys.modules, "gguf", None)

@@ -106,8 +106,6 @@ def test_usage_errors_exit_with_2(run: Run, model_dir: Path, tmp_path: Path) -> 
         (("musique", "--model", model_dir), "CACHEBLEND_DATA"),
         (("musique", "--model", model_dir, "--preset", "best"), "extended"),
         (("musique", "--model", model_dir, "--data", tmp_path / "broken.jsonl", "--cases", "9", "--out", "bad"), "line 2"),
-        (("musique", "--model", model_dir, "--order", "best"), "gold-middle"),
-        (("musique", "--model", model_dir, "--preset", "extended", "--chunking", "passage"), "chunking"),
         (("documents", tmp_path, "--model", model_dir, "--questions", tmp_path / "broken.jsonl"), "line 2"),
         (("documents", tmp_path, "--model", model_dir, "--questions", "none.txt"), "none.txt"),
         (("report", tmp_path), "not the folder of a run"),

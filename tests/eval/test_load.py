@@ -159,7 +159,6 @@ def test_usage_errors(tmp_path: Path, cacheblend: Run) -> None:
             (("musique", "--data", tmp_path, "--peer", f"a={address}", "--rates", "1,2"), "cases"),
             (("musique", "--data", tmp_path, "--peer", f"a={address}", "--rates", "0"), "above 0"),
             (("musique", "--data", tmp_path, "--peer", f"a={address}", "--figure", "load.svg"), ".png"),
-            (("trivia", "--data", tmp_path, "--peer", f"a={address}"), "one of musique"),
             (("musique", "--data", tmp_path, "--peer", "a=http://127.0.0.1:9"), "/v1/models"),
         ):
             code, out, err = cacheblend("eval", "load", *arguments)

@@ -28,6 +28,7 @@ from engines import CHUNK_TOKENS, DOCUMENTS, make_model
 from fakes import FakeEmbedder, tiny_tokenizer
 from gguf_models import tiny_checkpoint, write_gguf
 from hypothesis import strategies as st
+from office_files import docx, pdf
 
 from cacheblend.base.errors import CacheBlendError, ConfigError, DamagedEntryError, InputError, UnsupportedModelError
 from cacheblend.blend import Fusor
@@ -196,38 +197,22 @@ def remote_objects() -> Iterator[Check]:
 @contextmanager
 def converted_files() -> Iterator[Check]:
     """Files of other programs: parts of text, or an error that names the file; the next one is read."""
-    kind = "application/vnd.openxmlformats-officedocument.wordprocessingml.document.main+xml"
-    space = "http://schemas.openxmlformats.org"
-    relations, main = f"{space}/package/2006/relationships", f"{space}/officeDocument/2006/relationships/officeDocument"
-    cell, words = (f"<w:p><w:r><w:t>{text}</w:t></w:r></w:p>" for text in ("a cell", "some words"))
-    body = f"<w:body><w:tbl><w:tr><w:tc>{cell}</w:tc></w:tr></w:tbl>{words}</w:body>"
-    override = f'<Override PartName="/word/document.xml" ContentType="{kind}"/>'
-    relation = f'<Relationship Id="r" Target="word/document.xml" Type="{main}"/>'
-    members = {
-        "[Content_Types].xml": f'<Types xmlns="{space}/package/2006/content-types">{override}</Types>',
-        "_rels/.rels": f'<Relationships xmlns="{relations}">{relation}</Relationships>',
-        "word/document.xml": f'<w:document xmlns:w="{space}/wordprocessingml/2006/main">{body}</w:document>',
-    }
-    objects = (
-        b"<</Type/Catalog/Pages 2 0 R>>",
-        b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
-        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 612 792]/Contents 4 0 R/Resources<</Font<</F1 5 0 R>>>>>>",
-        b"<</Length 42>>stream\nBT /F1 12 Tf 72 700 Td (some words) Tj ET\nendstream",
-        b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
-    )
-    pdf = b"%PDF-1.4\n" + b"".join(b"%d 0 obj%sendobj\n" % each for each in enumerate(objects, 1)) + b"trailer<</Root 1 0 R>>"
+    with zipfile.ZipFile(io.BytesIO(docx("some words"))) as whole:
+        members = {name: whole.read(name) for name in whole.namelist()}
+    table = b"<w:tbl><w:tr><w:tc><w:p><w:r><w:t>a cell</w:t></w:r></w:p></w:tc></w:tr></w:tbl>"
+    members["word/document.xml"] = members["word/document.xml"].replace(b"<w:body>", b"<w:body>" + table)
     html = b"<html><title>t</title><table><tr><td>a cell</td></tr></table><p>some <b>words</b></p></html>"
     with scratch() as folder, closing(FileConverter()) as converter:
 
         def check(data: st.DataObject) -> None:
             suffix = data.draw(st.sampled_from([".docx", ".docx", ".pdf", ".html", ".epub", ".xlsx", ".pptx"]))
             if suffix in (".pdf", ".html"):
-                raw = altered(data, pdf if suffix == ".pdf" else html)
+                raw = altered(data, pdf(["some words"]) if suffix == ".pdf" else html)
             else:
                 packed, changed = io.BytesIO(), data.draw(st.sampled_from(list(members)))
                 with zipfile.ZipFile(packed, "w") as archive:
                     for name, member in members.items():
-                        archive.writestr(name, altered(data, member.encode()) if name == changed else member)
+                        archive.writestr(name, altered(data, member) if name == changed else member)
                 raw = packed.getvalue() if data.draw(st.booleans()) else altered(data, packed.getvalue())
             path = folder / f"some{suffix}"
             path.write_bytes(raw)

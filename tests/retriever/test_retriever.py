@@ -253,10 +253,3 @@ def test_bad_embedder_is_refused(retriever: Retriever, monkeypatch: pytest.Monke
         with pytest.raises(RetrieverError, match="embedder 'fake' gave"):
             retriever.add([CATS])
     assert retriever.documents() == []
-
-
-def test_closing(tmp_path: Path) -> None:
-    """Closing twice is harmless."""
-    retriever = open_retriever(tmp_path)
-    retriever.close()
-    retriever.close()

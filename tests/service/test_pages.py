@@ -20,9 +20,7 @@ from api import MODEL, listening
 from engines import QUESTION, OpenEngine
 from fakes import FakeEmbedder
 from script_modules import load_script
-from typer.main import get_command
 
-from cacheblend.cli import main as cli
 from cacheblend.retriever.config import DEFAULT_EMBEDDER
 from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.server import Server
@@ -31,7 +29,6 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OF_VLLM = ROOT / "docs" / "vllm.md"  # its server is vLLM's; tests/integrations/vllm/test_router.py has its command
 BLOCK = re.compile(r"(?m)^```(\w+)\n(.*?)^```$", re.DOTALL)
-COMMAND_LINE = re.compile(r"(?:[A-Z_]+=\S+ )*(?:(?:sudo .* )?\S+/bin/)?cacheblend ([a-z][^|&]*)")
 ADDRESS = re.compile(r"(https?://)?(localhost|127\.0\.0\.1):8000")
 NAMED = "smollm2-135m"
 KEY = "cb-a-key-of-the-docs"
@@ -49,16 +46,6 @@ def shell_blocks(page: Path) -> list[str]:
     return [text for kind, text in blocks(page) if kind in ("sh", "bash")]
 
 
-def command_lines(page: Path) -> list[list[str]]:
-    """The arguments of every `cacheblend ...` line that a page shows."""
-    lines = []
-    for text in shell_blocks(page):
-        for line in text.replace("\\\n", " ").splitlines():
-            if found := COMMAND_LINE.match(line):
-                lines.append(shlex.split(found[1], comments=True))
-    return lines
-
-
 def curl_commands(text: str) -> list[str]:
     """The `curl` commands of a block, each of perhaps several lines."""
     commands, command = [], ""
@@ -74,7 +61,6 @@ def curl_commands(text: str) -> list[str]:
     return [command for command in commands if command.startswith("curl ")]
 
 
-LINES = [pytest.param(line, id=f"{page.name}: {' '.join(line)}") for page in PAGES for line in command_lines(page)]
 COMMANDS = {page: [command for text in shell_blocks(page) for command in curl_commands(text)] for page in PAGES}
 PYTHON = [
     pytest.param(text, id=f"{page.name}-{number}")
@@ -206,20 +192,6 @@ def test_python(service: Service, snippet: str, monkeypatch: pytest.MonkeyPatch,
     printed = capsys.readouterr().out
     assert made
     assert "print(" not in snippet or printed.strip()
-
-
-@pytest.mark.parametrize("line", LINES)
-def test_lines_parse(line: list[str]) -> None:
-    """Each command that the docs show is there, with the options that they give it, whose values are of the right kind."""
-    command, context, rest = get_command(cli.app), None, line
-    while hasattr(command, "commands") or context is None:
-        context = command.make_context(rest[0] if context else "cacheblend", rest, parent=context)
-        name, found, rest = command.resolve_command(context, [*context._protected_args, *context.args])
-        assert found is not None
-        command = found.load() if hasattr(found, "load") else found
-        if not hasattr(command, "commands"):
-            command.make_context(name, list(rest), parent=context)
-            return
 
 
 def test_the_engine_of_readme(

@@ -54,14 +54,6 @@ def test_only_a_common_prefix_is_found() -> None:
     assert [stats[name] for name in ("parts", "bytes", "lookups", "hits")] == [3, 3 * BLOCK_BYTES, 8, 4]
 
 
-def test_a_part_of_a_block_is_not_matched() -> None:
-    """A block whose last token may not be matched, since its logits are wanted, is not."""
-    blocks = make()
-    insert(blocks, "ab")
-    with blocks.match(tokens_of("ab")[:-1], chain("ab")) as run:
-        assert len(run.token_ids) == BLOCK_TOKENS
-
-
 def test_the_tail_goes_first() -> None:
     """Of a chain used at once the last block is evicted first; of two chains the one used longer ago."""
     blocks = make(budget_bytes=6 * BLOCK_BYTES)
@@ -116,11 +108,6 @@ def digests(*token_ids: list[int], model: str = "model", namespace: str = "") ->
     for appended in token_ids:
         chain.extend(appended)
     return chain.digests
-
-
-def test_growing_token_by_token() -> None:
-    """A chain that grew a token at a time has the hashes of one made at once."""
-    assert digests(*([token] for token in range(50)), namespace="salt") == digests(list(range(50)), namespace="salt")
 
 
 def test_a_hash_depends_on_all_that_stands_before() -> None:

@@ -92,16 +92,6 @@ def test_documents_of_a_chat_are_blended_in_any_order(server: str) -> None:
         assert answer["choices"][0]["message"]["role"] == "assistant"
 
 
-def test_misses_are_stored_while_the_server_idles(server: str) -> None:
-    """Unknown documents are answered exactly; soon after, the same ones are hits."""
-    texts = [f"Rule {number}: nobody feeds the {animal}s, nor the others. " * 4 for number, animal in enumerate(["cat", "dog"])]
-    body = {"messages": [{"role": "user", "content": "Who feeds cats?"}], "documents": [{"text": text} for text in texts]}
-    first = post(server, "/v1/chat/completions", **body)["kv_transfer_params"]["cacheblend"]
-    assert first == {"blended": False, "reason": "not_stored"}
-    answer = post_until_hits(server, 2, **body)
-    assert answer["kv_transfer_params"]["cacheblend"]["blended"]
-
-
 def test_passages_in_messages_are_blended_from_the_third_request_on(server: str) -> None:
     """Texts that an application wrote into its message are hits in another order, once they came twice."""
     texts = [f"The {animal} lives in the house. It is fed at noon, and sleeps all day. " * 3 for animal in ("bird", "horse")]
@@ -129,23 +119,6 @@ def test_ingested_texts_in_a_plain_prompt_are_blended(server: str) -> None:
     exact = post(server, "/v1/completions", prompt=prompt, kv_transfer_params={"other": 1})
     assert answer["kv_transfer_params"]["cacheblend"]["hit_tokens"] > 0.8 * answer["usage"]["prompt_tokens"]
     assert answer["usage"]["prompt_tokens"] == exact["usage"]["prompt_tokens"]
-
-
-def test_passages_among_a_tools_results_are_blended(server: str) -> None:
-    """A chat with tools is rendered by vLLM, and the texts that a tool found are hits."""
-    call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": "{}"}}
-    texts = [f"The {kind} leaves from the north gate. It stops twice on its way to the town. " * 2 for kind in ("bus", "tram")]
-
-    def chat(order: str) -> Any:
-        found = json.dumps([{"text": texts[int(index)].strip()} for index in order])
-        called = {"role": "assistant", "content": None, "tool_calls": [call]}
-        results = {"role": "tool", "tool_call_id": "1", "content": found}
-        tools = [{"type": "function", "function": {"name": "search"}}]
-        return {"messages": [{"role": "user", "content": "How?"}, called, results], "tools": tools, "tool_choice": "none"}
-
-    for _ in range(2):
-        post(server, "/v1/chat/completions", **chat("01"))
-    assert post_until_hits(server, 2, **chat("10"))["kv_transfer_params"]["cacheblend"]["blended"]
 
 
 @pytest.mark.parametrize("name", RECIPES["requests"])

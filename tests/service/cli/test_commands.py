@@ -107,7 +107,7 @@ def test_a_store_knows_what_it_was_made_with(run: CommandLine, passages: Path) -
 
 
 def test_a_file_of_pages_is_one_row(run: CommandLine, tmp_path: Path) -> None:
-    """A file's pages are one row, deleted by the file's name; `--parts` lists each; another folder's files stay."""
+    """A file's pages are one row, deleted by the file's name; `--parts` lists each."""
     passages, store = tmp_path / "pages.jsonl", ("--store-dir", str(run.store))
     pages = [{"id": f"r.pdf#page={page}", "title": "", "text": f"Words of page {page}."} for page in (1, 2)]
     passages.write_text("".join(json.dumps(page) + "\n" for page in pages))
@@ -119,12 +119,6 @@ def test_a_file_of_pages_is_one_row(run: CommandLine, tmp_path: Path) -> None:
     assert [part["id"] for part in parts] == [page["id"] for page in pages]
     assert "[0] page=2, " in run("documents", "show", "r.pdf", *store).out
     assert "KV of 2 chunks" in run("documents", "delete", "r.pdf", *store, "--yes").out
-    run.store = run.store.with_name("letters")
-    (run.store / "kv").mkdir(parents=True)
-    (run.store / "kv" / "letter.txt").write_text("not a store")
-    outcome = run.on_store("ingest", str(passages))
-    assert (outcome.code, "store" in outcome.err) == (1, True)
-    assert (run.store / "kv" / "letter.txt").read_text() == "not a store"
 
 
 def test_documents(run: CommandLine, store: tuple[str, str]) -> None:

@@ -113,7 +113,7 @@ def test_commands_of_the_docs(page: Path) -> None:
     """Each command of a page is one that there is, with its options; in a block it is complete."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     blocks = "".join(re.findall(r"```(?:sh|bash)\n(.*?)```", text, re.DOTALL))
-    for line in re.findall(r"(?m)^(?:[A-Z_]+=\S+ |\S+/bin/)*(cacheblend .*)$", blocks):
+    for line in re.findall(r"(?m)^(?:[A-Z_]+=\S+ |(?:sudo .* )?\S+/bin/)*(cacheblend .*)$", blocks):
         _parse(line, all_of_it=True)
     for line in re.findall(r"`(cacheblend [^`\n]+)`", text):
         _parse(line, all_of_it=False)

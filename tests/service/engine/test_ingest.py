@@ -219,16 +219,6 @@ def test_stream(open_engine: OpenEngine) -> None:
     assert all(one <= other for one, other in pairwise(steps))
 
 
-def test_stream_is_the_same_as_one_ingest(open_engine: OpenEngine, tmp_path: Path) -> None:
-    """Documents that were streamed are stored and found as if they had been ingested at once."""
-    one, other = open_engine(), open_engine(store_dir=tmp_path / "other")
-    one.ingest_stream(DOCUMENTS)
-    other.ingest(DOCUMENTS)
-    assert one.retriever.chunks() == other.retriever.chunks()
-    assert {entry.key for entry in one.store.ls()} == {entry.key for entry in other.store.ls()}
-    assert one.answer(QUESTION, num_chunks=TOP_K).token_ids == other.answer(QUESTION, num_chunks=TOP_K).token_ids
-
-
 def test_bad_documents_in_a_stream(open_engine: OpenEngine) -> None:
     """A bad document, and a second one of an id, are named; the batches before them are kept."""
     engine = open_engine()

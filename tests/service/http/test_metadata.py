@@ -53,7 +53,6 @@ def test_uploaded_filtered_returned(client: httpx.Client) -> None:
     [
         ("/v1/chat/completions", {**QUESTION, "filter": {"year": {"near": 1}}}, "filter", "'near' is no operator"),
         ("/v1/chat/completions", {**QUESTION, "filter": [1]}, "filter", "valid dictionary"),
-        ("/v1/completions", {"prompt": "x", "num_chunks": 1, "filter": {"year": None}}, "filter", "no plain value"),
         ("/v1/chat/completions", {**QUESTION, "filter": {"a": 1}, "documents": [{"text": "x"}]}, "filter", "beside documents"),
         (
             "/v1/documents",

@@ -40,15 +40,6 @@ def test_chat(engine: Engine, openai_client: openai.OpenAI) -> None:
     assert recomputed == pytest.approx(alone.plan.recomputed_tokens, abs=0.1)
 
 
-def test_documents_of_the_request(engine: Engine, openai_client: openai.OpenAI) -> None:
-    """A request that brings documents is answered over those, all of them, in their order."""
-    documents = [{key: document[key] for key in ("title", "text")} for document in DOCUMENTS[:2]]
-    alone = engine.answer(QUESTION, documents=documents, max_tokens=8, method="full_recompute")
-    chat = ask(openai_client, max_tokens=8, extra_body={"documents": documents, "method": "full_recompute"})
-    assert chat.choices[0].message.content == alone.text
-    assert chat.usage.prompt_tokens == alone.plan.prompt_tokens
-
-
 def test_nothing_was_found(client: httpx.Client) -> None:
     """Where a retriever has found nothing, or nothing with a text, a chat is one without chunks, as one that asks for none."""
     answers = []

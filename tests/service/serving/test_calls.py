@@ -217,16 +217,6 @@ def test_stopping(pool: CallPool) -> None:
     gate.set()
 
 
-def test_an_error_is_the_callers(pool: CallPool) -> None:
-    """An error of the work comes to its caller, and the next call is done."""
-    failing, next_one = Call(lambda _: 1 // 0), Call(lambda _: 2)
-    pool.submit(failing)
-    pool.submit(next_one)
-    with pytest.raises(ZeroDivisionError):
-        failing.future.result(60)
-    assert next_one.future.result(60) == 2
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="a thread has a niceness of its own on Linux only")
 def test_low_priority() -> None:
     """A pool of low priority computes at a higher niceness, and the thread that submits keeps its own."""
