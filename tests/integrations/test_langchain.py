@@ -167,19 +167,16 @@ def test_documents_of_any_retriever(engine: Engine, retriever: CacheBlendRetriev
 
 def test_thoughts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thinking is switched by the template's variables; the thoughts stand beside the content, with and without chunks."""
-    llguidance = pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance")
     from engines import DOCUMENTS
     from fakes import FakeEmbedder
-    from thinking import QWEN3, thinking_tokenizer
+    from thinking import QWEN3, grammar_of, thinking_tokenizer
     from tiny_models import tiny_model
 
     tokenizer = thinking_tokenizer(QWEN3)
 
     def says(chat: EngineChat, _: Any, thoughts: Thoughts) -> Grammar:
-        text = "Yes." if thoughts.is_closed else "<think>\nhm\n</think>\n\nYes."
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        lark = llguidance.LLMatcher.grammar_from_lark(f"start: {' '.join(f'<[{token}]>' for token in ids)}")
-        return Grammar(llguidance.LLMatcher(chat._grammars._vocabulary, lark), "test")
+        return grammar_of(chat._grammars, "Yes." if thoughts.is_closed else "<think>\nhm\n</think>\n\nYes.")
 
     monkeypatch.setattr(EngineChat, "_grammar", says)
     config = EngineConfig(model="qwen3", store_dir=tmp_path, retriever=RetrieverConfig(chunk_tokens=24))

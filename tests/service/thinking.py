@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from fakes import tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
+
+from cacheblend.service.engine.grammar import Grammar, GrammarCompiler
 
 # As Qwen3-8B has it.
 QWEN3 = r"""{%- if tools %}
@@ -131,3 +134,12 @@ def thinking_tokenizer(template: str) -> PreTrainedTokenizerFast:
     made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     made.chat_template = template
     return made
+
+
+def grammar_of(compiler: GrammarCompiler, text: str) -> Grammar:
+    """The grammar of one text, marks of thoughts included."""
+    llguidance = pytest.importorskip("llguidance")
+    compiler.json()  # makes the vocabulary
+    ids = compiler._tokenizer(text, add_special_tokens=False)["input_ids"]
+    lark = llguidance.LLMatcher.grammar_from_lark(f"start: {' '.join(f'<[{token}]>' for token in ids)}")
+    return Grammar(llguidance.LLMatcher(compiler._vocabulary, lark), "test")

@@ -129,11 +129,3 @@ def test_store_is_a_file(open_engine: OpenEngine, tmp_path: Path) -> None:
     with pytest.raises(CacheBlendError, match=str(file)):
         open_engine(store_dir=file)
     assert file.read_text() == "precious"
-
-
-def test_kv_of_another_dtype_is_not_found(open_ingested: OpenEngine, model_dir: Path) -> None:
-    """KV stored in one dtype is not another dtype's: a bfloat16 engine on the same folder misses, and answers."""
-    assert open_ingested().answer(QUESTION, num_chunks=TOP_K).plan.hits == TOP_K
-    half = Fusor.from_pretrained(str(model_dir), dtype=torch.bfloat16)
-    answer = open_ingested(fusor=half).answer(QUESTION, num_chunks=TOP_K)
-    assert (answer.plan.hits, answer.plan.misses) == (0, TOP_K)

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import zipfile
 from contextlib import closing
 from email.message import EmailMessage
@@ -253,12 +252,3 @@ class _Flat:
 
     def encode(self, texts: list[str]) -> list[list[float]]:
         return [[1.0, 0.0]] * len(texts)
-
-
-def test_records_fail_one_by_one(tmp_path: Path) -> None:
-    """A line without text or that is no JSON is a fault, and the lines after it are read."""
-    lines = ['{"id": 1, "text": "one"}', "{", '{"id": 3}', json.dumps({"id": "four", "text": "four"})]
-    (tmp_path / "some.jsonl").write_text("\n".join(lines))
-    texts, report = read(tmp_path / "some.jsonl")
-    assert texts == {"1": "one", "four": "four"}
-    assert [name.partition(", ")[2] for name in report.faults] == ["line 2", "line 3"]

@@ -14,10 +14,10 @@ from api import MODEL, serving
 from engines import OpenEngine
 from hypothesis import given
 from hypothesis import strategies as st
+from thinking import grammar_of
 
 from cacheblend.blend import Fusor
 from cacheblend.service import Engine
-from cacheblend.service.engine.grammar import Grammar, GrammarCompiler
 from cacheblend.service.engine.prompt import Message
 from cacheblend.service.http import chat
 from cacheblend.service.http.answers import CallReader
@@ -82,14 +82,8 @@ def ask(client: openai.OpenAI, messages: list[Any] | None = None, **options: Any
 @pytest.fixture
 def writes_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model writes `WRITTEN`, whatever it is asked."""
-    llguidance = pytest.importorskip("llguidance")
-
-    def sampling_of(_: Any, compiler: GrammarCompiler, *__: Any) -> dict[str, Any]:
-        compiler.json()  # makes the vocabulary
-        lark = llguidance.LLMatcher.grammar_from_lark(f"start: {json.dumps(WRITTEN)}")
-        return {"grammar": Grammar(llguidance.LLMatcher(compiler._vocabulary, lark), "tools")}
-
-    monkeypatch.setattr(chat, "sampling_of", sampling_of)
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(chat, "sampling_of", lambda _, compiler, *__: {"grammar": grammar_of(compiler, WRITTEN)})
 
 
 @pytest.mark.usefixtures("writes_a_call")
