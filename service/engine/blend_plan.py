@@ -124,6 +124,7 @@ class BlendPlan:
         full_recompute: every token is computed, and no stored KV is read.
         misses: chunks whose KV is not stored.
         predicted: the loading controller's prediction; None where it was not asked.
+        look_alike: how many chunks are computed, since they look alike.
     """
 
     segments: tuple[BlendSegment, ...]
@@ -131,6 +132,7 @@ class BlendPlan:
     full_recompute: bool
     misses: tuple[PromptChunk, ...]
     predicted: LoadingPlan | None
+    look_alike: int
 
     @property
     def exact_tokens(self) -> int | None:
@@ -168,7 +170,14 @@ def plan_blend(prompt: PromptTokens, found: Found, policy: BlendPolicy) -> Blend
     # 3. The misses, whose KV is computed and stored afterwards.
     misses = [chunk for chunk, kv in zip(prompt.chunks, found.chunks, strict=True) if kv is None and chunk.key is not None]
     filled = tuple(segment for segment in segments if segment.token_ids)
-    return BlendPlan(segments=filled, ratio=ratio, full_recompute=full, misses=tuple(misses), predicted=predicted)
+    return BlendPlan(
+        segments=filled,
+        ratio=ratio,
+        full_recompute=full,
+        misses=tuple(misses),
+        predicted=predicted,
+        look_alike=sum(alike),
+    )
 
 
 def fresh_records(prompt: PromptTokens, tokens: int = 0) -> list[PlannedSegment]:

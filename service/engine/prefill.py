@@ -48,6 +48,7 @@ class Prefill:
         ratio: the ratio that was asked of the fusor; None where it had no say.
         loading: what the loading controller expected; None where it was not asked.
         loaded_bytes: see `AnswerPlan`.
+        look_alike: see `AnswerPlan`.
         prefix: holds the prompt's blocks for later prompts; None where nothing does.
     """
 
@@ -56,6 +57,7 @@ class Prefill:
     ratio: float | None = None
     loading: LoadingPlan | None = None
     loaded_bytes: Mapping[str, int] = field(default_factory=dict)
+    look_alike: int = 0
     prefix: CachedPrefix | None = None
 
 
@@ -185,6 +187,7 @@ class Prefiller:
                     ratio=None if plan.full_recompute else WIDE_RATIO if fused.is_widened else plan.ratio,
                     loading=plan.predicted,
                     loaded_bytes=loader.bytes_by_tier,
+                    look_alike=plan.look_alike,
                     prefix=prefix,
                 )
                 return

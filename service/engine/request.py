@@ -30,7 +30,16 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .prefill import Prefill
 
-PLAN_FIELDS = ("method", "hits", "misses", "recompute_ratio", "reusable_tokens", "recomputed_tokens")  # of each report
+# Of each report.
+PLAN_FIELDS = (
+    "method",
+    "hits",
+    "misses",
+    "recompute_ratio",
+    "reusable_tokens",
+    "recomputed_tokens",
+    "look_alike",
+)
 
 
 def namespace_of(cache_salt: str) -> str:
@@ -123,6 +132,7 @@ class AnswerPlan:
         loading: what the loading controller expected; None where it was not asked.
         moved_nats: how far the first token's distribution moved in a blend's first round (blend/widening.py); None where it was
             not measured.
+        look_alike: chunks that were computed since they look alike (docs/adr/031); neither hits nor misses.
         exact_reason: why a hybrid's prompt was run exactly, whatever the method; None for other models.
     """
 
@@ -139,6 +149,7 @@ class AnswerPlan:
     loaded_bytes: Mapping[str, int]
     loading: LoadingPlan | None = None
     moved_nats: float | None = None
+    look_alike: int = 0
     exact_reason: str | None = None
 
     @property
@@ -441,6 +452,7 @@ class Request:
             loaded_bytes=prefill.loaded_bytes,
             loading=prefill.loading,
             moved_nats=fused.moved_nats,
+            look_alike=prefill.look_alike,
             exact_reason=self.engine.fusor.exact_reason,
         )
         timings = Timings(

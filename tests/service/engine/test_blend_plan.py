@@ -207,4 +207,4 @@ def test_chunks_that_look_alike(
     is_named = ratio is not None and not choosers
     kinds = ["fresh" if one and not is_named else "reused" for one in computed]
     assert [segment.record.kind for segment in plan.segments] == ["fresh", *kinds, "fresh"]
-    assert plan.misses == ()
+    assert (plan.misses, plan.look_alike) == ((), 0 if is_named else sum(computed))
