@@ -113,6 +113,13 @@ def test_windows_cover_each_chunk_once(tokens: list[int], limit: int) -> None:
     assert new == list(range(len(tokens)))
 
 
+def test_windows_begin_with_earlier_chunks() -> None:
+    """A later window begins with half a window of the chunks before its new ones."""
+    windows = ChunkContext(document_tokens=40).windows([[0] * 10] * 9)
+    found = [(window.first, window.new, window.last) for window in windows]
+    assert found == [(0, 0, 4), (2, 4, 6), (4, 6, 8), (6, 8, 9)]
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2", "gemma3", "phi3", "qwen3"])
 @pytest.mark.parametrize("filler", [(), FILLER[:5], FILLER])
 def test_a_chunk_has_the_kv_that_it_has_after_its_context(name: str, filler: tuple[int, ...]) -> None:
