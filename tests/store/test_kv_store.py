@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from chunks import FILE_BYTES, MODEL, RAM_BYTES, file_of, make_chunk, put_all, same
+from chunks import FILE_BYTES, MODEL, RAM_BYTES, file_of, files_under, make_chunk, put_all, same
 from waiting import wait_until
 
 from cacheblend.base.errors import InputError, StoreError
@@ -28,6 +28,17 @@ def test_round_trip(open_store, dtype: torch.dtype) -> None:
         assert store.stats().nvme.hits == 1
         assert same(store.get(key), kv)
         assert store.stats().ram.hits == 1
+
+
+def test_miss(open_store) -> None:
+    """A key that was never put is None, not in the store, and counted."""
+    store = open_store()
+    key, _ = make_chunk(1)
+    assert store.get(key) is None
+    assert key not in store
+    with store.pin([key]) as placements:
+        assert placements == [None]
+    assert store.stats().misses == 2
 
 
 def test_what_callers_do_to_their_tensors(open_store) -> None:
@@ -88,6 +99,18 @@ def test_ls_and_stats(open_store) -> None:
     stats = json.loads(json.dumps(store.stats().as_dict()))
     assert (stats["nvme"]["entries"], stats["nvme"]["bytes"]) == (3, 3 * FILE_BYTES)
     assert (stats["ram"]["entries"], stats["ram"]["bytes"]) == (3, 3 * RAM_BYTES)
+
+
+def test_delete(open_store) -> None:
+    """A deleted entry is gone from RAM, catalog and disk at once."""
+    pairs = [make_chunk(seed) for seed in range(3)]
+    keys = [key for key, _ in pairs]
+    store = put_all(open_store(), pairs)
+    assert store.delete(keys[0])
+    assert not store.delete(keys[0])
+    assert keys[0] not in store
+    assert store.get(keys[0]) is None
+    assert files_under(store, "entries") == sorted(str(key) for key in keys[1:])
 
 
 def test_closed(open_store) -> None:

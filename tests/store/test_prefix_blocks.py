@@ -54,6 +54,14 @@ def test_only_a_common_prefix_is_found() -> None:
     assert [stats[name] for name in ("parts", "bytes", "lookups", "hits")] == [3, 3 * BLOCK_BYTES, 8, 4]
 
 
+def test_a_part_of_a_block_is_not_matched() -> None:
+    """A block whose last token may not be matched, since its logits are wanted, is not."""
+    blocks = make()
+    insert(blocks, "ab")
+    with blocks.match(tokens_of("ab")[:-1], chain("ab")) as run:
+        assert len(run.token_ids) == BLOCK_TOKENS
+
+
 def test_the_tail_goes_first() -> None:
     """Of a chain used at once the last block is evicted first; of two chains the one used longer ago."""
     blocks = make(budget_bytes=6 * BLOCK_BYTES)
