@@ -249,15 +249,15 @@ class FusionResult:
 
 
 def alike_chunks(chunks: Sequence[Sequence[int]]) -> list[bool]:
-    """Whether each chunk looks like others: most of its tokens are in runs that three chunks have.
+    """Whether each chunk looks like others: two thirds of its tokens are in runs that another one has.
 
     So do records, and a table's rows. What tells them apart is little beside what they share, and KV that is computed apart
     does not have it: a blend that recomputes half of the tokens still loses answers (docs/adr/031).
     """
     segment_N, start_R, segments_R = _shared_runs(chunks, torch.ones(sum(map(len, chunks)), dtype=torch.bool))
-    alike_N = _covered(start_R[segments_R >= 3], len(segment_N))
+    alike_N = _covered(start_R[segments_R > 1], len(segment_N))
     shared = torch.bincount(segment_N[alike_N], minlength=len(chunks)).tolist()
-    return [len(chunk) < 2 * alike for chunk, alike in zip(chunks, shared, strict=True)]
+    return [2 * len(chunk) < 3 * alike for chunk, alike in zip(chunks, shared, strict=True)]
 
 
 def _shared_runs(segments: Sequence[Sequence[int]], among_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from engines import BROUGHT, OpenEngine, ask, furthest, profile_of, use_profile
+from engines import BROUGHT, DOCUMENTS, OpenEngine, ask, furthest, profile_of, use_profile
 
 from cacheblend.blend import DEFAULT_RATIO, DEFAULT_SELECTOR, Fusor
 from cacheblend.blend.widening import FIRST_RATIO, WIDE_RATIO
@@ -54,7 +54,7 @@ class TestController:
 
     def test_widening(self, open_engine: OpenEngine) -> None:
         """A small model's blend is widened where a request asks for it, or the engine; not where a ratio is named."""
-        engine, documents = self.prepared(open_engine, load_share=0.001), [*BROUGHT, *reversed(BROUGHT)]
+        engine, documents = self.prepared(open_engine, load_share=0.001), [*BROUGHT, {"text": "quite another text"}]
         least: dict[str, Any] = {"max_loss_nats": 1e-9}
         asked: list[dict[str, Any]] = [{}, least, {"recompute_ratio": 0.1}, {"recompute_ratio": 0.1, **least}]
         plans = [ask(engine, documents=documents, **options).plan for options in asked]
@@ -168,7 +168,7 @@ def test_r_star_and_selector(calibrated_engine: OpenEngine, calibration: Calibra
     """Without a profile, ratio and selector of the calibration are served; 0 is full reuse."""
     engine = calibrated_engine(replace(calibration, ratio=ratio))
     assert taken(engine) == (ratio, "gradual")
-    assert blended(engine, documents=[{"text": " ".join(str(7919 * number) for number in range(45))}]) == ratio
+    assert blended(engine, documents=[{"text": str(DOCUMENTS[0]["text"])[:200]}]) == ratio
 
 
 def test_the_controller_takes_it(calibrated_engine: OpenEngine) -> None:
