@@ -54,7 +54,10 @@ class TestController:
 
     def test_widening(self, open_engine: OpenEngine) -> None:
         """A small model's blend is widened where a request asks for it, or the engine; not where a ratio is named."""
-        engine, documents = self.prepared(open_engine, load_share=0.001), [*BROUGHT, {"text": "quite another text"}]
+        engine = self.prepared(open_engine, load_share=0.001)
+        documents = [{"text": text} for text in ("brought along", "quite another", "from elsewhere", "some more")]
+        ask(engine, documents=documents)
+        engine.drain()
         least: dict[str, Any] = {"max_loss_nats": 1e-9}
         asked: list[dict[str, Any]] = [{}, least, {"recompute_ratio": 0.1}, {"recompute_ratio": 0.1, **least}]
         plans = [ask(engine, documents=documents, **options).plan for options in asked]
@@ -168,7 +171,7 @@ def test_r_star_and_selector(calibrated_engine: OpenEngine, calibration: Calibra
     """Without a profile, ratio and selector of the calibration are served; 0 is full reuse."""
     engine = calibrated_engine(replace(calibration, ratio=ratio))
     assert taken(engine) == (ratio, "gradual")
-    assert blended(engine, documents=[{"text": str(DOCUMENTS[0]["text"])[:200]}]) == ratio
+    assert blended(engine, documents=[{"text": str(one["text"])} for one in DOCUMENTS[:2]]) == ratio
 
 
 def test_the_controller_takes_it(calibrated_engine: OpenEngine) -> None:
