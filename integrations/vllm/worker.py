@@ -209,7 +209,7 @@ class BlendWorker:
             stored = [chunk.part(kv) for chunk, kv in zip(prompt.chunks, stored, strict=True)]
             plan = plan_blend(prompt, Found(prefix, stored), policy)
             reused = [segment.kv for segment in plan.segments if segment.kv is not None and not segment.exact]
-            if not reused:
+            if plan.full_recompute or (plan.look_alike and not reused):
                 if plan.predicted is not None and self._controller is not None:
                     self._controller.record(plan.predicted, load_s=0.0, compute_s=None)  # its corrections fade
                 self._miss(plan.misses)
