@@ -46,6 +46,14 @@ class MessagesBody(ChatBody):
         if isinstance(choice := given.get("tool_choice"), dict):
             body["tool_choice"] = CHOICES.get(str(choice.get("type")), {"type": "function", "function": choice})
             body["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
+        if isinstance(config := given.get("output_config"), dict):
+            del body["output_config"]
+            body["reasoning_effort"] = config.get("effort")
+            if isinstance(form := config.get("format"), dict):
+                body["response_format"] = {
+                    "type": form.get("type"),
+                    "json_schema": {"schema": form.get("schema"), "strict": True},
+                }
         return body
 
     @model_validator(mode="after")
@@ -122,10 +130,21 @@ def _turns(message: Any, documents: list[Any]) -> list[Any]:
                 results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content", "")})
             case {"type": "document", "source": {"type": "text", "data": text}}:
                 documents.append({"title": block.get("title"), "text": text})
+            case {"type": "document", "source": {"type": "content", "content": parts}} | {
+                "type": "search_result",
+                "content": parts,
+            }:
+                documents.append({"title": block.get("title"), "text": _joined(parts)})
             case _:
                 said.append(block)
     turn = {**message, "content": said, "tool_calls": calls}
     return [*results, turn] if said or calls or not results else results
+
+
+def _joined(parts: Any) -> Any:
+    """The text of text blocks; what else there is stays, and is refused where a document has its text."""
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts] if isinstance(parts, list) else [parts]
+    return "\n".join(texts) if all(isinstance(text, str) for text in texts) else parts
 
 
 def _tool(tool: Any) -> Any:

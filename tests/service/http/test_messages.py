@@ -57,17 +57,32 @@ def test_stop_sequences(client: httpx.Client) -> None:
 
 
 DOCUMENT = {"type": "document", "title": "A", "source": {"type": "text", "media_type": "text/plain", "data": "A loop."}}
+CONTENT = [{"type": "text", "text": "A loop."}]
+PARTS = {"type": "document", "title": "A", "source": {"type": "content", "content": CONTENT}}
+FOUND = {"type": "search_result", "title": "A", "source": "https://a.example", "content": CONTENT}
 
 
-def test_documents(client: httpx.Client) -> None:
+def test_output_config(client: httpx.Client) -> None:
+    """Its format is that of the answer, its effort the template's; a format without a grammar is refused by name."""
+    pytest.importorskip("llguidance")
+    form: dict[str, Any] = {"type": "json_schema", "schema": {"enum": [17]}}
+    answer = client.post("/v1/messages", json={**ASKED, "output_config": {"effort": "high", "format": form}}).json()
+    assert answer["content"] == [{"type": "text", "text": "17"}]
+    refused = client.post("/v1/messages", json={**ASKED, "output_config": {"format": {"type": "json_schema"}}})
+    assert refused.status_code == 400
+    assert "schema" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("block", [DOCUMENT, PARTS, FOUND], ids=["text", "parts", "found"])
+def test_documents(client: httpx.Client, block: dict[str, Any]) -> None:
     """Documents in messages are the chat's, before the last question; others of the request come first."""
 
     def tokens(**body: Any) -> int:
         return int(client.post("/v1/messages/count_tokens", json=body).json()["input_tokens"])
 
-    turns = [{"role": "user", "content": [DOCUMENT]}, {"role": "assistant", "content": "Yes."}]
+    turns = [{"role": "user", "content": [block]}, {"role": "assistant", "content": "Yes."}]
     said = [{"role": "user", "content": []}, turns[1]]
-    asked, other = [{"role": "user", "content": [DOCUMENT, {"type": "text", "text": QUESTION}]}], {"text": "A class."}
+    asked, other = [{"role": "user", "content": [block, {"type": "text", "text": QUESTION}]}], {"text": "A class."}
     given = {"title": "A", "text": "A loop."}
     for messages, same, documents in ((asked, [USER], None), (asked, [USER], [other]), ([*turns, USER], [*said, USER], [])):
         expected = tokens(messages=same, documents=[*(documents or []), given])
