@@ -144,7 +144,7 @@ def _turns(message: Any, documents: list[Any]) -> list[Any]:
 def _joined(parts: Any) -> Any:
     """The text of text blocks; what else there is stays, and is refused where a document has its text."""
     texts = [part.get("text") if isinstance(part, dict) else part for part in parts] if isinstance(parts, list) else [parts]
-    return "\n".join(texts) if all(isinstance(text, str) for text in texts) else parts
+    return "\n".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else parts
 
 
 def _tool(tool: Any) -> Any:
