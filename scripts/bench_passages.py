@@ -2,7 +2,7 @@
 
 python scripts/bench_passages.py look                                # 10,000 characters beside 100,000 stored chunks
 python scripts/bench_passages.py zipf --model DIR --figure out.svg   # 5,000 requests over 2,000 passages, every question new
-python scripts/bench_passages.py quality --model DIR                 # beside `documents` and full recompute, on the handbook
+python scripts/bench_passages.py quality --model DIR                 # of applications, beside `documents` and full recompute
 python scripts/bench_passages.py plain [--model DIR]                 # 1,000 prompts without passages: none may be blended
 """
 
@@ -15,7 +15,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -170,55 +170,62 @@ def means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     return {key: round(statistics.mean(row[key] for row in rows), 4) for key in rows[0]}
 
 
-def over_documents(rows: Sequence[dict[str, float]], documents: Sequence[dict[str, float]]) -> dict[str, float | None]:
-    """TTFT over that of the same request with `documents`: in the mean, and the median where both widen or neither does."""
-    pairs = list(zip(rows, documents, strict=True))
-    alike = [one["ttft_s"] / other["ttft_s"] for one, other in pairs if one["widened"] == other["widened"]]
-    mean = statistics.mean(one["ttft_s"] for one in rows) / statistics.mean(one["ttft_s"] for one in documents)
-    return {"mean": round(mean, 3), "median": round(statistics.median(alike), 3) if alike else None, "pairs": len(alike)}
+def over_documents(rows: Sequence[dict[str, float]]) -> dict[str, float | None]:
+    """TTFT over that of the same request with `documents`: of the means, and the median where both widen or neither does."""
+    of_one_kind = [row["ttft_s"] / row["documents_ttft_s"] for row in rows if row["widened"] == row["documents_widened"]]
+    mean = statistics.mean(row["ttft_s"] for row in rows) / statistics.mean(row["documents_ttft_s"] for row in rows)
+    median = round(statistics.median(of_one_kind), 3) if of_one_kind else None
+    return {"mean": round(mean, 3), "median": median, "pairs": len(of_one_kind)}
+
+
+def compared(engine: Engine, make: Callable[..., Request], beside: Callable[..., Request], tokens: int) -> dict[str, float]:
+    """A request with `tokens` of passages in its text, beside its own full recompute and the same one with `documents`."""
+    answers, logits = list[Answer](), list[Any]()
+    for method in ("full_recompute", "blend"):
+        request = make(max_tokens=16, method=method)
+        answers.append(engine.complete(request))
+        logits.append(request.fused.logits)
+        request.release()
+    full, blended = answers
+    documents = engine.complete(beside(max_tokens=1))
+    return {
+        "hits": blended.plan.cached_tokens / tokens,
+        "ttft_s": blended.timings.ttft_s,
+        "documents_ttft_s": documents.timings.ttft_s,
+        "full_s": full.timings.ttft_s,
+        "kl": first_token_kl_nats(*logits),
+        "equal_tokens": equal_greedy_tokens(full.token_ids, blended.token_ids),
+        "widened": float(blended.plan.recompute_ratio == WIDE_RATIO),
+        "documents_widened": float(documents.plan.recompute_ratio == WIDE_RATIO),
+    }
 
 
 def quality(engine: Engine, cases: int) -> dict[str, Any]:
-    """Passages in applications' own words, in another order, beside `documents`; each against its own full recompute."""
+    """Passages in applications' own words, in another order, beside full recompute and the same request with `documents`."""
     draw, recorded = random.Random(3), json.loads(RECIPES.read_text(encoding="utf-8"))
     bodies = {name: requests[-1]["body"] for name, requests in recorded["requests"].items()}
     if not engine.prompts.template.takes_tools:
         del bodies["agent"]
     engine.ingest(handbook_documents())
-    rows: dict[str, list[dict[str, float]]] = {name: [] for name in ("documents", *bodies)}
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in bodies}
     for number, item in enumerate(handbook_questions()[:cases], 1):
         texts = [one.chunk.text.strip() for one in engine.search(item.question, 4)]
-        documents: dict[str, Any] = {"documents": [{"text": one} for one in texts]}
-        asked = {"documents": partial(engine.prepare, item.question, **documents)}
+        brought: dict[str, Any] = {"documents": [{"text": one} for one in texts]}
+        asked, beside = dict[str, Callable[..., Request]](), dict[str, Callable[..., Request]]()
         for name, body in bodies.items():
             about = rewritten(body, recorded["texts"], draw.sample(texts, len(texts)), item.question)
+            without = {**rewritten(body, recorded["texts"], [""] * len(texts), item.question), **brought}
             asked[name] = partial(prepare_body, engine, about)
-        seen = [name for name in ("open_webui", "agent") if name in asked]  # in a tool's result the texts are written as JSON
-        for name in ("documents", *seen, *seen):  # KV is stored at second sight
-            engine.complete(asked[name](max_tokens=1))
+            beside[name] = partial(prepare_body, engine, without, **brought)
+        seen = [asked[name] for name in ("open_webui", "agent") if name in asked]  # a tool's result has its texts as JSON
+        for make in (beside["f_string"], *seen, *seen):  # KV is stored at second sight
+            engine.complete(make(max_tokens=1))
             engine.drain()
-        for name, make in asked.items():
-            answers, logits = list[Answer](), list[Any]()
-            for method in ("full_recompute", "blend"):
-                request = make(max_tokens=16, method=method)
-                answers.append(engine.complete(request))
-                logits.append(request.fused.logits)
-                request.release()
-            hits = answers[1].plan.cached_tokens / sum(len(engine.prompts.text_ids(one)) for one in texts)
-            rows[name].append(
-                {
-                    "hits": hits,
-                    "ttft_s": answers[1].timings.ttft_s,
-                    "full_s": answers[0].timings.ttft_s,
-                    "kl": first_token_kl_nats(*logits),
-                    "equal_tokens": equal_greedy_tokens(answers[0].token_ids, answers[1].token_ids),
-                    "widened": float(answers[1].plan.recompute_ratio == WIDE_RATIO),
-                }
-            )
+        for name, row in rows.items():
+            row.append(compared(engine, asked[name], beside[name], sum(len(engine.prompts.text_ids(one)) for one in texts)))
         if number % 5 == 0 or number == cases:
-            figures = {name: means(of) for name, of in rows.items()}
-            over = {name: over_documents(of, rows["documents"]) for name, of in rows.items()}
-            print(json.dumps({"cases": number, **figures, "ttft_over_documents": over}), flush=True)
+            figures = {name: {**means(of), "ttft_over_documents": over_documents(of)} for name, of in rows.items()}
+            print(json.dumps({"cases": number, **figures}), flush=True)
     return figures
 
 
