@@ -206,7 +206,7 @@ async def _read_form(request: Request) -> list[FormFile]:
         try:
             metadata = read_metadata(parse_json(str(form.get("metadata") or "{}"), "metadata"))
         except InputError as error:
-            raise refused("metadata", str(error)) from None
+            raise refused("metadata", str(error).removeprefix("metadata: ")) from None
         for file in files:
             given = _ESCAPES.sub(lambda found: chr(int(found[1], 16)), file.filename or "")
             name = PurePosixPath(PureWindowsPath(given).name).name

@@ -223,6 +223,19 @@ class DocumentBody(LenientModel):
     title: Text | None = None
     text: Text
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_libraries(cls, given: Any) -> Any:
+        """Read a text that comes alone, or under LangChain's or Haystack's name; uploads have one form."""
+        if not cls.ignores_unknown:
+            return given
+        if isinstance(given, str):
+            return {"text": given}
+        for name in ("page_content", "content"):
+            if isinstance(given, dict) and "text" not in given and name in given:
+                return {"text" if key == name else key: value for key, value in given.items()}
+        return given
+
 
 class IngestedBody(DocumentBody):
     """A document of an upload, with metadata by which searches filter."""

@@ -87,6 +87,8 @@ def test_documents(client: httpx.Client, block: dict[str, Any]) -> None:
     for messages, same, documents in ((asked, [USER], None), (asked, [USER], [other]), ([*turns, USER], [*said, USER], [])):
         expected = tokens(messages=same, documents=[*(documents or []), given])
         assert tokens(messages=messages, documents=documents) == expected > tokens(messages=same, documents=[])
+    for named in ("A class.", {"page_content": "A class.", "metadata": {}}, {"content": "A class."}):
+        assert tokens(messages=asked, documents=[named]) == tokens(messages=asked, documents=[other])
 
 
 @pytest.mark.parametrize(
