@@ -252,12 +252,14 @@ def alike_chunks(chunks: Sequence[Sequence[int]]) -> list[bool]:
     """Whether each chunk looks like others: two thirds of its tokens are in runs that another one has.
 
     So do records, and a table's rows. What tells them apart is little beside what they share, and KV that is computed apart
-    does not have it: a blend that recomputes half of the tokens still loses answers (docs/adr/031).
+    does not have it: a blend that recomputes half of the tokens still loses answers (docs/adr/031). Equal chunks, such as a
+    passage that a conversation repeats, count once.
     """
-    segment_N, start_R, segments_R = _shared_runs(chunks, torch.ones(sum(map(len, chunks)), dtype=torch.bool))
+    texts = list(dict.fromkeys(map(tuple, chunks)))
+    segment_N, start_R, segments_R = _shared_runs(texts, torch.ones(sum(map(len, texts)), dtype=torch.bool))
     alike_N = _covered(start_R[segments_R > 1], len(segment_N))
-    shared = torch.bincount(segment_N[alike_N], minlength=len(chunks)).tolist()
-    return [2 * len(chunk) < 3 * alike for chunk, alike in zip(chunks, shared, strict=True)]
+    shared = dict(zip(texts, torch.bincount(segment_N[alike_N], minlength=len(texts)).tolist(), strict=True))
+    return [2 * len(chunk) < 3 * shared[tuple(chunk)] for chunk in chunks]
 
 
 def _shared_runs(segments: Sequence[Sequence[int]], among_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -194,7 +194,7 @@ FORM, PROSE = tuple(range(50, 60)), tuple(range(100, 130))
         ([(*FORM, 1), PROSE, (*FORM, 2), (3, *FORM)], [True, False, True, True]),
         ([(*FORM, 1), (*FORM, 2)], [True, True]),
         ([(*FORM, *range(8)), (*FORM, *range(10, 18)), (*FORM, *range(60, 68))], [False, False, False]),
-        ([(1, 2), (1, 2), (1, 2)], [False, False, False]),
+        ([(*FORM, 1), (*FORM, 1), PROSE], [False, False, False]),  # a passage that stands twice
     ],
 )
 @pytest.mark.parametrize(("ratio", "choosers"), [(None, {}), (0.05, {"widens": True}), (0.05, {})])
