@@ -94,7 +94,8 @@ def test_documents_of_a_chat_are_blended_in_any_order(server: str) -> None:
 
 def test_passages_in_messages_are_blended_from_the_third_request_on(server: str) -> None:
     """Texts that an application wrote into its message are hits in another order, once they came twice."""
-    texts = [f"The {animal} lives in the house. It is fed at noon, and sleeps all day. " * 3 for animal in ("bird", "horse")]
+    said = ("The bird lives in a cage. It sings at noon, and eats seeds. ", "Our horse was bought last May; nobody rides yet. ")
+    texts = [3 * one for one in said]
 
     def messages(order: str, question: str) -> list[dict[str, str]]:
         sources = "\n".join(f'<source id="{index}">{texts[int(index)].strip()}</source>' for index in order)
@@ -111,7 +112,11 @@ def test_passages_in_messages_are_blended_from_the_third_request_on(server: str)
 
 def test_ingested_texts_in_a_plain_prompt_are_blended(server: str) -> None:
     """A document's text is a hit of its KV in a completion's prompt, whatever stands around it; the prompt is vLLM's own."""
-    texts = [f"The {kind} of the house is open from nine to five. Ask at the desk, or call. " * 2 for kind in ("pool", "gym")]
+    said = (
+        "The pool is open from nine to five. Ask at the desk, or call. ",
+        "Members find weights and three bicycles in our gym. ",
+    )
+    texts = [2 * one for one in said]
     documents = [{"title": "Hours", "text": text.strip()} for text in texts]
     assert httpx.post(f"{server}/v1/cacheblend/documents", json={"documents": documents}, timeout=120).json()["chunks"] == 2
     prompt = f"Answer from ({texts[1].strip()}) and|{texts[0].strip()}|. When?"
