@@ -114,7 +114,7 @@ def test_ingested_texts_in_a_plain_prompt_are_blended(server: str) -> None:
     """A document's text is a hit of its KV in a completion's prompt, whatever stands around it; the prompt is vLLM's own."""
     said = (
         "The pool is open from nine to five. Ask at the desk, or call. ",
-        "Members find weights and three bicycles in our gym. ",
+        "Members find three bicycles in our gym. ",
     )
     texts = [2 * one for one in said]
     documents = [{"title": "Hours", "text": text.strip()} for text in texts]
