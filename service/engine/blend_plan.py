@@ -150,7 +150,7 @@ def plan_blend(prompt: PromptTokens, found: Found, policy: BlendPolicy) -> Blend
         found: its stored KV; entries of `found.chunks` stand for the prompt's chunks, in order.
         policy: how the ratio is chosen.
     """
-    # 1. The chunks whose KV is left alone, as they look alike. Then the ratio, and whether full recompute is as fast.
+    # 1. The chunks whose KV is not used, as they look alike. Then the ratio, and whether full recompute is as fast.
     alike = [False] * len(prompt.chunks)
     if policy.widens or policy.ratio is None:
         alike = alike_chunks([() if chunk.key is None else chunk.token_ids for chunk in prompt.chunks])

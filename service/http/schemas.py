@@ -226,7 +226,7 @@ class DocumentBody(LenientModel):
     @model_validator(mode="before")
     @classmethod
     def _of_libraries(cls, given: Any) -> Any:
-        """Read a text that comes alone, or under LangChain's or Haystack's name; uploads have one form."""
+        """Read a text without fields, or under LangChain's or Haystack's name; uploads have one form."""
         if not cls.ignores_unknown:
             return given
         if isinstance(given, str):
