@@ -16,7 +16,8 @@ import torch
 from cacheblend.service.engine.decoding import Piece, TextStream, TokenLogprob
 from cacheblend.service.engine.request import PLAN_FIELDS, Done, Request, chunk_origin
 
-from .schemas import ChatBody, CompletionBody, GenerationBody, read_arguments
+from .schemas import ChatBody, CompletionBody, GenerationBody
+from .tool_json import read_arguments
 
 CUT_CALL = re.compile(r'^\s*+\{\s*+"name"\s*+:\s*+"([\w-]++)"\s*+,\s*+"arguments"\s*+:\s*(.*)', re.DOTALL)
 BARE = re.compile(r"\s*(?:\[\s*)?(\{.*)?", re.DOTALL)  # what may be calls, and nothing else
