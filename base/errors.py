@@ -58,6 +58,10 @@ class RetrieverError(CacheBlendError):
     """The retrieval index or the embedder cannot be used."""
 
 
+class OtherIndexError(RetrieverError):
+    """An index has documents for another model or embedder than the one that opens it, or has opened it."""
+
+
 class DamagedDocumentError(RetrieverError):
     """A document's text, token ids or vectors in the index are not the ones that were written."""
 

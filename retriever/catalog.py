@@ -23,6 +23,7 @@ from cacheblend.base.errors import (
     DamagedDocumentError,
     DocumentChangedError,
     InputError,
+    OtherIndexError,
     RetrieverError,
     StoreFullError,
 )
@@ -432,7 +433,7 @@ class Catalog:
             elif not is_empty and (stored := self.setting(key)) != value:
                 # A tokenizer is known by a hash, which says nothing to users.
                 of = "another model" if key == "tokenizer" else f"{key} {stored!r}, and this run has {value!r}"
-                raise RetrieverError(f"{self._where} was built with {of}; use that, `cacheblend reindex`, or another directory")
+                raise OtherIndexError(f"{self._where} was built with {of}; use that, `cacheblend reindex`, or another folder")
 
     def _broken_structure(self) -> str:
         """The first fault of SQLite's own structure; empty if it has none."""

@@ -35,6 +35,7 @@ from cacheblend.base.errors import (
     DeadlineError,
     DocumentChangedError,
     InputError,
+    OtherIndexError,
     PromptTooLongError,
     QueueFullError,
     ShuttingDownError,
@@ -71,6 +72,7 @@ MAX_SHOWN = 80
 HEADER = "x-request-id"
 INTERNAL = "internal_error"
 NO_ROOM = "there is no room: the disk or the store's budget is full; the service's log says which, under the request's id"
+REINDEXED = "`cacheblend reindex` has made the index another model's or embedder's; start the service anew with that"
 # HTTP status and code of an error, by the first line that is of its kind.
 KNOWN: tuple[tuple[type[Exception], int, str | None], ...] = (
     (QueueFullError, 429, "queue_full"),
@@ -79,6 +81,7 @@ KNOWN: tuple[tuple[type[Exception], int, str | None], ...] = (
     (DeadlineError, 504, "deadline_exceeded"),
     (StoreFullError, 507, "store_full"),
     (DocumentChangedError, 409, "document_changed"),
+    (OtherIndexError, 503, "index_changed"),
     (DamagedDocumentError, 500, "document_damaged"),
     (ConfigError, 400, "invalid_value"),
     (PromptTooLongError, 400, "context_length_exceeded"),
@@ -122,6 +125,8 @@ def error_body(error: Exception) -> dict[str, Any]:
         message = "an error inside the service; its log has it under the request's id"
     elif isinstance(error, StoreFullError) and not isinstance(error, BudgetTooSmallError):
         message = NO_ROOM
+    elif isinstance(error, OtherIndexError):  # since the service opened it
+        message = REINDEXED
     kind = KINDS.get(status) or ("invalid_request_error" if status < 500 else "server_error")
     return {"type": "error", "error": {"message": message, "type": kind, "param": param, "code": code}}
 

@@ -11,9 +11,11 @@ from pathlib import Path
 import httpx
 import pytest
 from api import MODEL, bearer, serving_tenants
-from engines import DOCUMENTS, QUESTION
+from engines import DOCUMENTS, QUESTION, OpenEngine
+from fakes import FakeEmbedder
 from waiting import wait_until
 
+from cacheblend.base.threads import Progress
 from cacheblend.service import Engine
 from cacheblend.service.http.app import STATIC, run
 from cacheblend.service.http.config import HttpConfig
@@ -120,6 +122,15 @@ def test_page(client: httpx.Client) -> None:
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|https?://|eval\(", file.read_text()), file
     ids = set(re.findall(r'\bid="(\w+)"', page.text))
     assert set(re.findall(r'\$\("(\w+)"\)', (STATIC / "page.js").read_text())) <= ids
+
+
+def test_an_index_that_was_made_anew(client: httpx.Client, engine: Engine, open_engine: OpenEngine) -> None:
+    """After a `cacheblend reindex` beside the service, what searches is refused with the remedy, and documents are listed."""
+    open_engine(store_dir=engine.config.store_dir, embedder=FakeEmbedder("wide", dimensions=32), rewriting=Progress())
+    for answer in (client.post("/v1/chat/completions", json=CHAT), client.get("/v1/store")):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "index_changed")
+        assert "start the service anew" in answer.json()["error"]["message"]
+    assert client.get("/v1/documents").status_code == 200
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
