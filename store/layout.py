@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _MARK = b'{"kind": "cacheblend-store"}\n'
 _MARKER = "store.json"
 _MAX_DAMAGED_FILES = 8
+_SAID_AFTER_S = 2.0
 _IGNORED = ("lost+found", f"{_MARKER}.")  # the root of a fresh file system is an empty folder too
 
 
@@ -156,15 +157,15 @@ class Journal:
 class WriteLock:
     """A re-entrant lock on a file; a context manager. The system frees it when its process dies.
 
-    Files and catalog change only under it, so that nobody sees one change without the other. A journal or files in `writing`
-    that exist when the lock is acquired were left by a crash.
+    A wait for another process is logged after `said_after_s`. Files and catalog change only under the lock, so that nobody sees
+    one change without the other. A journal or files in `writing` that exist when it is acquired were left by a crash.
 
     Raises:
         StoreDirectoryError: the file cannot be opened for writing.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._fd = _open(path)
+    def __init__(self, path: Path, said_after_s: float = _SAID_AFTER_S) -> None:
+        self._fd, self._path, self._said_after_s = _open(path), path, said_after_s
         self._threads = threading.RLock()
         self.depth = 0
 
@@ -172,11 +173,23 @@ class WriteLock:
         self._threads.acquire()
         try:
             if not self.depth:
-                fcntl.flock(self._fd, fcntl.LOCK_EX)
+                self._lock_file()
             self.depth += 1
         except BaseException:
             self._threads.release()
             raise
+
+    def _lock_file(self) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            why = "waiting for another process, which holds %s while it works"
+            notice = threading.Timer(self._said_after_s, logger.warning, (why, self._path))
+            notice.start()
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX)
+            finally:
+                notice.cancel()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.depth -= 1

@@ -103,7 +103,8 @@ class Engine:
             self.store = opened.enter_context(KVStore(config.store_config()))
             if rewriting is not None:
                 check = partial(encoder.check_lengths, max_positions=self.fusor.max_positions)
-                with Retriever(config.retriever, tokenizer, embedder) as of_none:
+                # The lock has deletions wait, and say so: the index is written for longer than SQLite waits.
+                with self.store.exclusive(), Retriever(config.retriever, tokenizer, embedder) as of_none:
                     of_none.rewrite_index(Path(config.store_dir) / INDEX_FOLDER, check, rewriting)
             self.retriever = opened.enter_context(Retriever(config.retriever_config(), tokenizer, embedder))
             self._contexts = ChunkContexts(encoder.context, self.retriever)

@@ -7,14 +7,17 @@ import itertools
 import json
 import os
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from chunks import files_under, make_chunk, same
+from waiting import wait_until
 
 from cacheblend.base.errors import ConfigError, StoreDirectoryError
 from cacheblend.store import KVStore, StoreConfig
+from cacheblend.store.layout import WriteLock
 
 KEY, KV = make_chunk(1)
 
@@ -138,3 +141,18 @@ def test_bad_values_of_options(field: str, value: object) -> None:
     """A budget that is not a positive whole number, and no folder, are refused by name and value."""
     with pytest.raises(ConfigError, match=f"{field}={value!r}"):
         StoreConfig(**{"directory": "store", field: value})
+
+
+def test_a_wait_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Who waits for a lock that another process holds says which, and has it when that one lets go; others say nothing."""
+    with closing(WriteLock(tmp_path / "lock")) as held, closing(WriteLock(tmp_path / "lock", said_after_s=0)) as wanted:
+        with ThreadPoolExecutor(1) as thread:
+            with held:
+                waiting = thread.submit(wanted.__enter__)
+                wait_until(lambda: f"waiting for another process, which holds {tmp_path / 'lock'}" in caplog.text)
+                assert not waiting.done()
+            waiting.result()
+            thread.submit(wanted.__exit__, None, None, None).result()
+        caplog.clear()
+        with wanted:
+            assert not caplog.text
