@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from cacheblend.base.errors import InputError
-from cacheblend.retriever.passages import Passage, find_passages
+from cacheblend.retriever import passages
 from cacheblend.service.engine.config import INDEX_FOLDER
 
 from . import options, terminal
@@ -36,7 +36,7 @@ def explain(
 
     messages = _messages(request)
     with ExitStack() as opened:
-        find: Callable[[str, str], list[Passage]] = find_passages
+        find: Callable[[str, str], list[passages.Passage]] = passages.find_passages
         if (store_dir / INDEX_FOLDER).is_dir():
             find = opened.enter_context(IndexedDocuments.open(store_dir / INDEX_FOLDER)).passages
         found = [one.as_dict() for one in passages_of(messages, find)]
@@ -49,6 +49,8 @@ def explain(
         place = f"message {shown['message']} ({role}), characters {shown['start']} to {shown['end']}"
         terminal.print_line(f"{place}: {shown['reason']}{of}\n    {text[:SHOWN]} ... {text[-SHOWN:]}")
     terminal.print_line(f"{terminal.counted(len(found), 'passage')} in {terminal.counted(len(messages), 'message')}")
+    plain = f"a paragraph that nothing marks {passages.PARAGRAPH_CHARACTERS} and {passages.PARAGRAPH_SENTENCES} sentences"
+    terminal.note(f"a passage has at least {passages.LEAST_CHARACTERS} characters, {plain}; the assistant's texts have none")
 
 
 def _messages(file: Path) -> list[tuple[str, str]]:
@@ -59,11 +61,22 @@ def _messages(file: Path) -> list[tuple[str, str]]:
     """
     try:
         body = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(body.get("prompt"), str):
-            return [("user", body["prompt"])]
-        contents = [(str(each["role"]), each.get("content") or "") for each in body["messages"]]
-        return [(role, text if isinstance(text, str) else "".join(part["text"] for part in text)) for role, text in contents]
     except OSError as error:
         raise InputError(f"cannot read {file}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(f'{file} is no request ({error!r}); give JSON with "messages", or with a "prompt"') from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file} is no JSON: {error}; give a request's body") from error
+    match body:
+        case {"prompt": str() as prompt}:
+            return [("user", prompt)]
+        case {"messages": [*turns]}:
+            return [_role_and_text(turn, f"{file}: messages.{number}") for number, turn in enumerate(turns)]
+    raise InputError(f'{file} is no request; give an object with "messages", or with a "prompt" that is a text')
+
+
+def _role_and_text(turn: object, where: str) -> tuple[str, str]:
+    match turn:
+        case {"role": str() as role, "content": [*parts]}:
+            return role, "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
+        case {"role": str() as role, **others} if isinstance(text := others.get("content"), str | None):
+            return role, text or ""
+    raise InputError(f'{where} is no message; give it a "role" and a "content", a text or a list of parts')

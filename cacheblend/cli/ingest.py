@@ -198,7 +198,7 @@ def _ingest(stream: DocumentStream, config: EngineConfig, folders: Sequence[str]
         remember_settings(config)
         with IngestProgress(size) as progress:
             report = engine.ingest_stream(stream if size != StreamSize() else (), progress)
-        _prune(engine, stream, all_others=prune)
+        report = replace(report, deleted=_prune(engine, stream, all_others=prune))
         return report + _follow(engine, folders, stream.report) if folders else report
 
 
@@ -216,8 +216,12 @@ def _load(
     return replace(config, store=replace(config.store, ram_budget_bytes=1)), fusor
 
 
-def _prune(engine: Engine, stream: DocumentStream, *, all_others: bool) -> None:
-    """Delete the pages that files have no more; with `all_others` every document that was not read, unless a file was not."""
+def _prune(engine: Engine, stream: DocumentStream, *, all_others: bool) -> int:
+    """Delete the pages that files have no more; with `all_others` every document that was not read, unless a file was not.
+
+    Returns:
+        How many documents were deleted.
+    """
     unread = [*stream.report.faults, *(name for name, why in stream.report.skipped.items() if why == UNLISTED)]
     if all_others and unread:
         terminal.note(f"nothing is pruned, since {counted(len(unread), 'file')} could not be read, such as {unread[0]}")
@@ -225,6 +229,7 @@ def _prune(engine: Engine, stream: DocumentStream, *, all_others: bool) -> None:
     if gone:
         more = f" and {len(gone) - NAMED:,} more" if len(gone) > NAMED else ""
         terminal.note(f"deleted, since no source has them any more: {', '.join(gone[:NAMED])}{more}")
+    return len(gone)
 
 
 def _follow(engine: Engine, folders: Sequence[str], found: SourceReport) -> IngestReport:
@@ -321,6 +326,8 @@ def _summary(report: IngestReport) -> str:
     documents = counted(report.documents, "document")
     if report.added + report.replaced + report.unchanged:  # vLLM knows only chunks, and does not say
         documents += f" ({report.added} new, {report.replaced} replaced, {report.unchanged} unchanged)"
+    if report.deleted:
+        documents += f", {report.deleted} deleted"
     computed = f"KV of {report.computed} computed, {report.already_stored} stored before"
     return f"{documents}, {counted(report.chunks, 'chunk')}: {computed} ({report.seconds:.1f} s{speed})"
 

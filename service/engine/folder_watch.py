@@ -26,18 +26,17 @@ RESCAN_MS = 60_000  # also without an event: network shares send none
 
 @dataclass(slots=True)
 class FollowReport:
-    """Report of following: the ingests together, documents that were deleted, and new faults by file."""
+    """Report of following: the ingests and deletions together, and new faults by file."""
 
     ingested: IngestReport = field(default_factory=IngestReport)
-    deleted: int = 0
     faults: dict[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.ingested.added or self.ingested.replaced or self.deleted or self.faults)
+        return bool(self.ingested.added or self.ingested.replaced or self.ingested.deleted or self.faults)
 
     def __str__(self) -> str:
         one = self.ingested
-        documents = f"documents: {one.added} new, {one.replaced} changed, {self.deleted} deleted"
+        documents = f"documents: {one.added} new, {one.replaced} changed, {one.deleted} deleted"
         return f"{documents}; chunks whose KV was computed: {one.computed} ({one.seconds:.1f} s)"
 
 
@@ -135,7 +134,7 @@ class FolderWatch:
             if not self._others(name, id_) and self._engine.retriever.version(id_) == version:
                 with suppress(InputError):  # deleted meanwhile
                     self._engine.documents.delete(id_)
-                    report.deleted += 1
+                    report.ingested += IngestReport(deleted=1)
 
     def _others(self, name: str, id_: str) -> list[str]:
         """Names of other files that have a document of an id."""

@@ -46,6 +46,7 @@ class IngestReport:
         documents: those given: `added` with a new id, `replaced` with another text, `unchanged` with the same one.
         chunks: theirs: of `computed` the KV was computed now, of `already_stored` it was stored before.
         evicted: of a stream, entries that were evicted meanwhile, since the budget has no room for all.
+        deleted: documents that no source had any more.
         dropped: chunks of replaced documents that no document has any more; their KV was removed.
         tokens: tokens of the chunks computed now.
         seconds: wall clock of the ingest.
@@ -59,6 +60,7 @@ class IngestReport:
     computed: int = 0
     already_stored: int = 0
     evicted: int = 0
+    deleted: int = 0
     dropped: int = 0
     tokens: int = 0
     seconds: float = 0.0

@@ -162,7 +162,8 @@ def _ingest_file(server: Server, engine: Engine, file: FormFile, faults: dict[st
     documents = _read_file(server, file, progress.check, faults)
     report = engine.ingest(documents, progress)
     if not file.name.lower().endswith(JSONL_SUFFIXES):
-        engine.documents.prune([document.id for document in documents], [file.id])  # pages of a longer file of this id
+        gone = engine.documents.prune([document.id for document in documents], [file.id])  # pages of a longer file of this id
+        report = replaced(report, deleted=len(gone))
     return report
 
 

@@ -82,8 +82,19 @@ def test_explain(run: CommandLine, passages: Path, tmp_path: Path) -> None:
     assert "2 passages in 2 messages" in run("explain", str(request), *store).out
     request.write_text(json.dumps({"prompt": f"Read.\n[1] {tool}\nQuestion: why?"}))
     assert "numbered" in run("explain", str(request), "--store-dir", str(tmp_path / "none")).out
-    request.write_text("[]")
-    assert run("explain", str(request), *store).code == 2
+    short = {"messages": [{"role": "assistant"}, {"role": "user", "content": tool[:99]}]}
+    request.write_text(json.dumps(short))
+    assert "at least 100 characters" in run("explain", str(request), *store).err
+    for body, words in (
+        ("{", "is no JSON"),
+        ("[]", 'give an object with "messages"'),
+        ('{"model": "x"}', 'give an object with "messages"'),
+        ('{"messages": [{"role": "user", "content": ""}, {"content": "x"}]}', 'messages.1 is no message; give it a "role"'),
+        ('{"messages": [{"role": "user", "content": 5}]}', "messages.0 is no message"),
+    ):
+        request.write_text(body)
+        refused = run("explain", str(request), *store)
+        assert (refused.code, words in refused.err) == (2, True), refused.err
 
 
 def test_a_store_knows_what_it_was_made_with(run: CommandLine, passages: Path) -> None:

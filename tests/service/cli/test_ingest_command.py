@@ -110,7 +110,9 @@ def test_prune(run: CommandLine, tmp_path: Path) -> None:
     (folder / "bad.txt").write_bytes(b"\x01")
     assert "nothing is pruned" in run.on_store("ingest", str(folder), "--prune").err
     (folder / "bad.txt").unlink()
-    assert "deleted, since no source has them any more: old.txt" in run.on_store("ingest", str(folder), "--prune").err
+    pruned = run.on_store("ingest", str(folder), "--prune")
+    assert "deleted, since no source has them any more: old.txt" in pruned.err
+    assert "2 unchanged), 1 deleted" in pruned.out
     listed = run("documents", "ls", "--store-dir", str(run.store), "--json").json["documents"]
     assert sorted(one["id"] for one in listed) == ["kept.txt", "new.txt"]  # type: ignore[attr-defined, index]
 

@@ -44,7 +44,7 @@ def test_following(open_engine: OpenEngine, folder: Path) -> None:
     engine = open_engine()
     watch = FolderWatch(engine, [str(folder)])
     first = watch.follow()
-    assert (first.ingested.added, first.deleted, first.faults) == (4, 0, {})
+    assert (first.ingested.added, first.ingested.deleted, first.faults) == (4, 0, {})
     assert ids(engine) == {"boats.md", "sub/trains.txt", "one", "two"}
     assert engine.documents.status("boats.md").stored_chunks > 0
     assert not watch.follow()
@@ -53,7 +53,7 @@ def test_following(open_engine: OpenEngine, folder: Path) -> None:
     (folder / "new.txt").write_text("Bicycles stay outside.\n")
     lines(folder / "rooms.jsonl", one="The green room is upstairs.", three="The red room is closed.")
     second = watch.follow()
-    assert (second.ingested.added, second.ingested.replaced, second.deleted) == (2, 1, 2)
+    assert (second.ingested.added, second.ingested.replaced, second.ingested.deleted) == (2, 1, 2)
     assert ids(engine) == {"boats.md", "new.txt", "one", "three"}
     assert "white boat" in text_of(engine, "boats.md")
     assert not watch.follow()
@@ -73,7 +73,7 @@ def test_a_moved_file_keeps_its_kv(open_engine: OpenEngine, folder: Path) -> Non
     watch.follow()
     (folder / "titled.jsonl").write_text(json.dumps({"id": "b", "title": "t", "text": "Some words."}))
     report = watch.follow()
-    assert (report.ingested.added, report.ingested.computed, report.deleted) == (1, 0, 1)
+    assert (report.ingested.added, report.ingested.computed, report.ingested.deleted) == (1, 0, 1)
     assert engine.documents.status("b").stored_chunks == 1
 
 
@@ -82,11 +82,11 @@ def test_what_goes_while_nobody_watches(open_engine: OpenEngine, folder: Path) -
     engine = open_engine()
     FolderWatch(engine, [str(folder)]).follow()
     (folder / "boats.md").unlink()
-    assert FolderWatch(engine, [str(folder)]).follow().deleted == 1
+    assert FolderWatch(engine, [str(folder)]).follow().ingested.deleted == 1
     assert "boats.md" not in ids(engine)
     (engine.config.store_dir / RECORD_FILE).write_text('{"notes": 3}')
     (folder / "sub" / "trains.txt").unlink()
-    assert FolderWatch(engine, [str(folder)]).follow().deleted == 0
+    assert FolderWatch(engine, [str(folder)]).follow().ingested.deleted == 0
     assert "sub/trains.txt" in ids(engine)
 
 
@@ -104,9 +104,9 @@ def test_others_documents_stay(open_engine: OpenEngine, folder: Path, tmp_path: 
     engine.ingest([{"id": "sub/trains.txt", "text": "Replaced by somebody else."}])
     (folder / "boats.md").unlink()
     (folder / "sub" / "trains.txt").unlink()
-    assert watch.follow().deleted == 0
+    assert watch.follow().ingested.deleted == 0
     shutil.move(folder, tmp_path / "away")
-    assert watch.follow().deleted == 0
+    assert watch.follow().ingested.deleted == 0
     assert ids(engine) == {"mine", "boats.md", "sub/trains.txt", "one", "two"}
 
 
@@ -125,9 +125,9 @@ def test_files_that_cannot_be_used(open_engine: OpenEngine, folder: Path) -> Non
     (folder / "boats.md").write_text("The boat is mended.")
     assert watch.follow().ingested.replaced == 1
     (folder / "rooms.jsonl").write_text('{"id": "one", "text": "The green room is upstairs."}\n{"id": "two", "te')
-    assert watch.follow().deleted == 0
+    assert watch.follow().ingested.deleted == 0
     lines(folder / "rooms.jsonl", one="The green room is upstairs.")
-    assert watch.follow().deleted == 1
+    assert watch.follow().ingested.deleted == 1
     assert "two" not in ids(engine)
 
 
@@ -145,12 +145,12 @@ def test_two_folders_with_one_name(open_engine: OpenEngine, folder: Path, tmp_pa
     text = (folder / "boats.md").read_text()
     (folder / "boats.md").unlink()
     report = again.follow()
-    assert (report.ingested.replaced, report.deleted, again.faults) == (1, 0, {})
+    assert (report.ingested.replaced, report.ingested.deleted, again.faults) == (1, 0, {})
     assert "black boat" in text_of(engine, "boats.md")
     (folder / "boats.md").write_text(text)
     assert list(again.follow().faults) == [str(folder / "boats.md")]
     (other / "boats.md").unlink()
-    assert again.follow().deleted == 0
+    assert again.follow().ingested.deleted == 0
     assert "red boat" in text_of(engine, "boats.md")
 
 
@@ -175,7 +175,7 @@ def test_passing_errors(open_engine: OpenEngine, folder: Path, monkeypatch: pyte
         assert not watch.follow()
         assert "red boat" in text_of(engine, "boats.md")
     report = watch.follow()
-    assert (report.ingested.replaced, report.deleted, watch.faults) == (1, 2, {})
+    assert (report.ingested.replaced, report.ingested.deleted, watch.faults) == (1, 2, {})
     assert ids(engine) == {"boats.md", "one"}
 
 
