@@ -25,7 +25,7 @@ def _show(piece: str) -> None:
     terminal.stdout.print(piece, end="", soft_wrap=True)
 
 
-@options.accepts(EngineConfig)
+@options.accepts(EngineConfig, without=("find_passages", "index_budget_bytes"))
 def ask(
     question: Annotated[str, typer.Argument(help="The question, in words.")],
     model: options.Model = None,

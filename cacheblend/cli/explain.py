@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -68,15 +68,12 @@ def _messages(file: Path) -> list[tuple[str, str]]:
     match body:
         case {"prompt": str() as prompt}:
             return [("user", prompt)]
-        case {"messages": [*turns]}:
-            return [_role_and_text(turn, f"{file}: messages.{number}") for number, turn in enumerate(turns)]
-    raise InputError(f'{file} is no request; give an object with "messages", or with a "prompt" that is a text')
+        case {"messages": [*turns]} if all(isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in turns):
+            return [(turn["role"], _text(turn.get("content"))) for turn in turns]
+    raise InputError(f'{file} is no request; give an object with "messages", each with a "role", or with a "prompt", a text')
 
 
-def _role_and_text(turn: object, where: str) -> tuple[str, str]:
-    match turn:
-        case {"role": str() as role, "content": [*parts]}:
-            return role, "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
-        case {"role": str() as role, **others} if isinstance(text := others.get("content"), str | None):
-            return role, text or ""
-    raise InputError(f'{where} is no message; give it a "role" and a "content", a text or a list of parts')
+def _text(content: Any) -> str:
+    """The text of a message, or of its parts; empty where it has none, as one that calls tools."""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return "".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))

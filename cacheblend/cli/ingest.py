@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from cacheblend.blend import Fusor, KVGeometry
     from cacheblend.service.engine.engine import Engine
 
-OF_ANSWERS = ("preset", "max_tokens", "recompute_ratio", "selector", "min_score")
+OF_ANSWERS = ("preset", "max_tokens", "recompute_ratio", "max_loss_nats", "selector", "min_score", "find_passages")
 OF_READING = ("prefix_budget_bytes", "ram_budget_bytes", "direct_reads")
 NAMED = 10  # skipped files of each reason
 ASK_FROM_BYTES = 2 * GIB
@@ -241,7 +241,7 @@ def _follow(engine: Engine, folders: Sequence[str], found: SourceReport) -> Inge
         terminal.note(f"watching {', '.join(folders)}; Ctrl-C ends it")
         for report in watch.reports():
             total += report.ingested
-            terminal.note(str(report))
+            terminal.note(_summary(report.ingested))
             _print_faults(report.faults)
     except KeyboardInterrupt:
         terminal.note("stopped watching; the same command goes on from there")
@@ -324,10 +324,9 @@ def _agree(config: EngineConfig, geometry: KVGeometry, tokens: int | None, *, ye
 def _summary(report: IngestReport) -> str:
     speed = f", {report.tokens / report.seconds:,.0f} tokens/s" if report.computed else ""
     documents = counted(report.documents, "document")
-    if report.added + report.replaced + report.unchanged:  # vLLM knows only chunks, and does not say
-        documents += f" ({report.added} new, {report.replaced} replaced, {report.unchanged} unchanged)"
-    if report.deleted:
-        documents += f", {report.deleted} deleted"
+    if report.added + report.replaced + report.unchanged + report.deleted:  # vLLM knows only chunks, and does not say
+        changes = f"{report.added} new, {report.replaced} replaced, {report.unchanged} unchanged, {report.deleted} deleted"
+        documents += f" ({changes})"
     computed = f"KV of {report.computed} computed, {report.already_stored} stored before"
     return f"{documents}, {counted(report.chunks, 'chunk')}: {computed} ({report.seconds:.1f} s{speed})"
 

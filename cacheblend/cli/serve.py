@@ -55,8 +55,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-        raise ServiceError(f"{host}:{port} cannot be listened on ({why}); give another --port or --host") from None
+        raise ServiceError(f"{host}:{port} cannot be listened on ({error.strerror}); give another --port or --host") from None
     return listener
 
 

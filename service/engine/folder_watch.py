@@ -34,11 +34,6 @@ class FollowReport:
     def __bool__(self) -> bool:
         return bool(self.ingested.added or self.ingested.replaced or self.ingested.deleted or self.faults)
 
-    def __str__(self) -> str:
-        one = self.ingested
-        documents = f"documents: {one.added} new, {one.replaced} changed, {one.deleted} deleted"
-        return f"{documents}; chunks whose KV was computed: {one.computed} ({one.seconds:.1f} s)"
-
 
 class WatchedFile(NamedTuple):
     """Record of a file: size and time of change as it was read, the versions of its documents by id, and why it is unusable."""

@@ -72,7 +72,6 @@ MAX_SHOWN = 80
 HEADER = "x-request-id"
 INTERNAL = "internal_error"
 NO_ROOM = "there is no room: the disk or the store's budget is full; the service's log says which, under the request's id"
-REINDEXED = "`cacheblend reindex` has made the index another model's or embedder's; start the service anew with that"
 # HTTP status and code of an error, by the first line that is of its kind.
 KNOWN: tuple[tuple[type[Exception], int, str | None], ...] = (
     (QueueFullError, 429, "queue_full"),
@@ -126,7 +125,7 @@ def error_body(error: Exception) -> dict[str, Any]:
     elif isinstance(error, StoreFullError) and not isinstance(error, BudgetTooSmallError):
         message = NO_ROOM
     elif isinstance(error, OtherIndexError):  # since the service opened it
-        message = REINDEXED
+        message = "`cacheblend reindex` has made the index another model's or embedder's; start the service anew with that"
     kind = KINDS.get(status) or ("invalid_request_error" if status < 500 else "server_error")
     return {"type": "error", "error": {"message": message, "type": kind, "param": param, "code": code}}
 

@@ -112,7 +112,7 @@ def test_prune(run: CommandLine, tmp_path: Path) -> None:
     (folder / "bad.txt").unlink()
     pruned = run.on_store("ingest", str(folder), "--prune")
     assert "deleted, since no source has them any more: old.txt" in pruned.err
-    assert "2 unchanged), 1 deleted" in pruned.out
+    assert "2 unchanged, 1 deleted" in pruned.out
     listed = run("documents", "ls", "--store-dir", str(run.store), "--json").json["documents"]
     assert sorted(one["id"] for one in listed) == ["kept.txt", "new.txt"]  # type: ignore[attr-defined, index]
 
