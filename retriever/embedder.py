@@ -80,7 +80,8 @@ def _ask_hub(name: str, repository: str) -> None:
         raise RetrieverError(why) from error
 
 
-BATCH_WINDOWS = 16  # embedded together, half a second of one processor; more at once are no faster there
+# Embedded together, at most a quarter of a second of one processor, for which others wait; more are no faster there.
+BATCH_WINDOWS, BATCH_TOKENS = 16, 1024
 _BETWEEN_BATCHES: ContextVar[Callable[[int, int], None]] = ContextVar("between_batches", default=lambda *_: None)
 
 
@@ -171,11 +172,13 @@ class SentenceTransformerEmbedder:
 
     def _embed(self, windows: Sequence[str], tokens_W: NDArray[np.float32]) -> NDArray[np.float32]:
         """Unit vectors (W, D) of windows, in batches of like length, so that little is padding."""
-        order_W = np.argsort(tokens_W, kind="stable")
-        batches = []
-        for first in range(0, max(1, len(windows)), BATCH_WINDOWS):
-            batch = [windows[place] for place in order_W[first : first + BATCH_WINDOWS]]
-            _BETWEEN_BATCHES.get()(first, len(windows))
+        order_W = np.argsort(-tokens_W, kind="stable")
+        batches, done = list[NDArray[np.float32]](), 0
+        while not batches or done < len(windows):
+            longest = tokens_W[order_W[done : done + 1]].max(initial=BATCH_TOKENS // BATCH_WINDOWS)
+            batch = [windows[place] for place in order_W[done : done + max(1, int(BATCH_TOKENS // longest))]]
+            _BETWEEN_BATCHES.get()(done, len(windows))
+            done += len(batch)
             # A server embeds a question in any of its threads, whose OpenMP team would remain and slow the model's own team
             # by a quarter (`base/threads.py`). With one processor an embedding needs 13 ms instead of 8.
             is_question = len(windows) == 1
