@@ -9,7 +9,7 @@ from typing import Any
 from cacheblend.base.errors import ConfigError, InputError
 from cacheblend.retriever import Chunk, ScoredChunk
 from cacheblend.service import Engine
-from cacheblend.service.engine.grammar import GrammarCompiler
+from cacheblend.service.engine.grammar import GrammarCompiler, answer_schema
 from cacheblend.service.engine.prompt import Message
 from cacheblend.service.engine.reasoning import Thoughts
 from cacheblend.service.engine.request import Done, Request
@@ -91,8 +91,8 @@ class EngineChat:
                 return None
             case {"type": "json_object"}:
                 return self._grammars.json(thoughts=thoughts)
-            case {"type": "json_schema", "json_schema": {"schema": Mapping() as schema}}:
-                return self._grammars.json(schema, thoughts=thoughts)
+            case {"type": "json_schema", "json_schema": {"schema": Mapping() as schema, **others}}:
+                return self._grammars.json(answer_schema(schema, is_strict=bool(others.get("strict"))), thoughts=thoughts)
         raise InputError('response_format: type must be "json_object", or "json_schema" with json_schema={"schema": {...}}')
 
 

@@ -107,7 +107,7 @@ class ChatCacheBlend(BaseChatModel):
         """The model whose answers are held to a schema and parsed: a pydantic class, a TypedDict or a JSON schema.
 
         Raises:
-            InputError: a `method` other than "json_schema", or another option than `strict`, which it always is.
+            InputError: a `method` other than "json_schema", or another option than `strict`, as in `response_format`.
             MissingExtraError: when asked, where `llguidance` is not installed.
         """
         if kwargs.pop("method", "json_schema") != "json_schema" or kwargs.keys() - {"strict"}:
@@ -116,8 +116,8 @@ class ChatCacheBlend(BaseChatModel):
         parser: BaseOutputParser[Any] = JsonOutputParser()
         if isinstance(schema, type) and issubclass(schema, BaseModel):
             parser = PydanticOutputParser(pydantic_object=schema)
-        format_ = {"type": "json_schema", "json_schema": {"name": json_schema.get("title", "answer"), "schema": json_schema}}
-        model = self.bind(response_format=format_)
+        form = {"name": json_schema.get("title", "answer"), "schema": json_schema, **kwargs}
+        model = self.bind(response_format={"type": "json_schema", "json_schema": form})
         if not include_raw:
             return model | parser
         parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)

@@ -334,6 +334,10 @@ class Catalog:
             return dict(json.loads(fields))
         return {}
 
+    def metadata_fields(self) -> set[str]:
+        """The names of all documents' metadata."""
+        return {name for (name,) in self._sql("SELECT DISTINCT key FROM metadata, json_each(fields)")}
+
     def chunk_ids(self, meets: MetadataFilter | None = None) -> list[int]:
         """Index ids of all chunks, or of those of documents whose metadata meet a filter."""
         chosen = "" if meets is None else f"WHERE document_id IN (SELECT document_id FROM metadata WHERE {meets.sql})"

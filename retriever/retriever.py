@@ -220,6 +220,15 @@ class Retriever(IndexedDocuments):
         least = self.config.min_score
         return placed if least is None else [one for one in placed if one.score >= least]
 
+    def why_none(self, filter: Mapping[str, Any] | None) -> str:
+        """Why a search found nothing: fields of its filter that no document has, a filter that none meets, or `min_score`."""
+        meets = MetadataFilter.of(filter or {})
+        with self._lock, self._catalog.snapshot():
+            if meets is None or self._catalog.chunk_ids(meets):
+                return f"no chunk reached min_score={self.config.min_score}"
+            unknown = sorted((filter or {}).keys() - self._catalog.metadata_fields())
+        return f"no document has the filter's {', '.join(map(ascii, unknown))}" if unknown else "no document meets the filter"
+
     def _place(self, chunk: Chunk) -> ChunkPlace:
         places = self._places(chunk.document_id, chunk.version, chunk.title)
         return places[chunk.position] if chunk.position < len(places) else ChunkPlace()

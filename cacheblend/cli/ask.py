@@ -91,10 +91,10 @@ def _print_plan(answer: Answer) -> None:
         title = scored.chunk.title or scored.chunk.document_id
         terminal.print_line(f"  - {title}{scored.place}, chunk {scored.chunk.position} (score {scored.score:.3f})")
     if not answer.chunks:
-        terminal.print_line("  no chunk reached --min-score, or met --filter: the answer is from none of the documents")
+        terminal.print_line(f"  {plan.no_chunks_reason}: the answer is from none of the documents")
     terminal.print_line(
         f"{plan.method}{how}: first token after {timings.ttft_s:.3f} s; "
         f"{terminal.counted(plan.prompt_tokens, 'prompt token')}, {terminal.counted(plan.hits, 'chunk')} from the store, "
-        f"{plan.misses} missed, {plan.recomputed_tokens:.0f} of {plan.reusable_tokens} reusable tokens recomputed; "
+        f"{plan.misses} missed, {plan.recomputed_tokens} of {plan.reusable_tokens} reusable tokens recomputed; "
         f"retrieval {timings.retrieve_s:.3f} s"
     )

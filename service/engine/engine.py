@@ -40,6 +40,7 @@ from .request import Answer, Done, Request, RequestOptions, namespace_of
 
 logger = logging.getLogger(__name__)
 REINDEXED_CHUNKS = 256  # of a batch
+NOT_SEARCHED = "nothing was searched: there are no documents, the messages have passages of their own, or num_chunks is 0"
 
 
 def check_index(config: EngineConfig) -> None:
@@ -205,14 +206,16 @@ class Engine:
         return replace(total, evicted=evicted, seconds=time.perf_counter() - started)
 
     def search(self, question: str, num_chunks: int, filter: Mapping[str, Any] | None = None) -> list[ScoredChunk]:
-        """The nearest chunks, or as many as there are.
+        """The nearest chunks, or as many as there are; the log says why there are none.
 
         Raises:
             InputError: an empty question, num_chunks below 1, or no documents to search.
             RetrieverError: the embedder or the directory cannot be used.
         """
         self._check_open()
-        return self.retriever.search(question, num_chunks, filter)
+        if not (found := self.retriever.search(question, num_chunks, filter)):
+            logger.warning(self.retriever.why_none(filter))
+        return found
 
     def find_passages(self, messages: Iterable[tuple[str, str]]) -> tuple[FoundPassage, ...]:
         """The passages in a chat's messages, a role and a text each, for `RequestOptions.passages`; none if it is switched off.
@@ -271,6 +274,9 @@ class Engine:
         layout.check_length(max_tokens, self.fusor.max_positions)
         # 2. Find the chunks.
         scored = self._retrieve(question, asked, check) if searches else []
+        why_none = NOT_SEARCHED if asked.filter and not searches else None
+        if searches and not scored:
+            why_none = self.retriever.why_none(asked.filter)
         check()
         retrieved, chunks = time.perf_counter(), [one.chunk for one in scored]
         # 3. Lay out the prompt.
@@ -293,6 +299,7 @@ class Engine:
             prompt=prompt,
             started=started,
             retrieved=retrieved,
+            no_chunks_reason=why_none,
         )
 
     def complete(self, request: Request) -> Answer:

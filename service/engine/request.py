@@ -31,15 +31,8 @@ if TYPE_CHECKING:
     from .prefill import Prefill
 
 # Of each report.
-PLAN_FIELDS = (
-    "method",
-    "hits",
-    "misses",
-    "recompute_ratio",
-    "reusable_tokens",
-    "recomputed_tokens",
-    "look_alike",
-)
+PLAN_FIELDS = ("method", "hits", "misses", "recompute_ratio", "reusable_tokens", "recomputed_tokens", "look_alike")
+REASONS = "exact_reason", "no_chunks_reason"  # of a plan, if there are some
 
 
 def namespace_of(cache_salt: str) -> str:
@@ -127,13 +120,14 @@ class AnswerPlan:
         prompt_tokens: N.
         reusable_tokens: tokens that the ratio counts.
         suffix_tokens: tokens after the chunks.
-        recomputed_tokens: how many of those were recomputed, in the mean over layers 1 and up.
+        recomputed_tokens: how many of those were recomputed, in the mean over layers 1 and up, rounded.
         loaded_bytes: bytes of stored KV that were loaded, by tier.
         loading: what the loading controller expected; None where it was not asked.
         moved_nats: how far the first token's distribution moved in a blend's first round (blend/widening.py); None where it was
             not measured.
         look_alike: chunks that were computed since they look alike (docs/adr/031); neither hits nor misses.
         exact_reason: why a hybrid's prompt was run exactly, whatever the method; None for other models.
+        no_chunks_reason: why there are no chunks, where a search found none, or there is a filter; else None.
     """
 
     method: str
@@ -145,12 +139,13 @@ class AnswerPlan:
     prompt_tokens: int
     reusable_tokens: int
     suffix_tokens: int
-    recomputed_tokens: float
+    recomputed_tokens: int
     loaded_bytes: Mapping[str, int]
     loading: LoadingPlan | None = None
     moved_nats: float | None = None
     look_alike: int = 0
     exact_reason: str | None = None
+    no_chunks_reason: str | None = None
 
     @property
     def cached_tokens(self) -> int:
@@ -223,7 +218,7 @@ class Answer:
                 for scored in self.chunks
             ],
             "plan": {
-                **{name: getattr(plan, name) for name in (*PLAN_FIELDS, "prompt_tokens", "exact_reason")},
+                **{name: getattr(plan, name) for name in (*PLAN_FIELDS, "prompt_tokens", *REASONS)},
                 "segments": [
                     {"kind": segment.kind, "tokens": len(segment.token_ids), "key": segment.key, "tier": segment.tier}
                     for segment in plan.segments
@@ -287,6 +282,7 @@ class Request:
         prompt: the prompt's token ids.
         started: when `Engine.prepare` began.
         retrieved: when the chunks were there.
+        no_chunks_reason: see `AnswerPlan`.
         leader: an earlier request of the same prompt: while it decodes, its prefill serves this one too.
 
     Attributes:
@@ -308,6 +304,7 @@ class Request:
     prompt: PromptTokens
     started: float
     retrieved: float
+    no_chunks_reason: str | None = None
     leader: Request | None = field(default=None, repr=False)
 
     deliver: Callable[[Event], None] = field(init=False, default=lambda _: None, repr=False)
@@ -448,12 +445,13 @@ class Request:
             prompt_tokens=len(fused.token_ids),
             reusable_tokens=fused.reusable_tokens,
             suffix_tokens=len(self.prompt.suffix),
-            recomputed_tokens=fused.recomputed_ratio * fused.reusable_tokens,
+            recomputed_tokens=round(fused.recomputed_ratio * fused.reusable_tokens),
             loaded_bytes=prefill.loaded_bytes,
             loading=prefill.loading,
             moved_nats=fused.moved_nats,
             look_alike=prefill.look_alike,
             exact_reason=self.engine.fusor.exact_reason,
+            no_chunks_reason=self.no_chunks_reason,
         )
         timings = Timings(
             retrieve_s=self.retrieved - self.started,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cacheblend.service.engine.decoding import Piece, TextStream, TokenLogprob
-from cacheblend.service.engine.request import PLAN_FIELDS, Done, Request, chunk_origin
+from cacheblend.service.engine.request import PLAN_FIELDS, REASONS, Done, Request, chunk_origin
 
 from .schemas import ChatBody, CompletionBody, GenerationBody
 from .tool_json import read_arguments
@@ -228,8 +228,7 @@ def answer_report(body: GenerationBody, served: Request, done: Done) -> dict[str
     }
     if served.asked.passages:
         report["passages"] = len(served.asked.passages)
-    if plan.exact_reason is not None:
-        report["exact_reason"] = plan.exact_reason
+    report |= {name: why for name in REASONS if (why := getattr(plan, name)) is not None}
     if body.return_chunks:
         report["chunks"] = chunk_report(done, served.engine.fusor.tokenizer)
     return report
@@ -241,13 +240,12 @@ def usage(choices: Mapping[int, Done], n: int, reasoning_tokens: int | None = No
     plans = [choices[place].answer.plan for place in range(0, len(choices), n)]
     prompt_tokens = sum(plan.prompt_tokens for plan in plans)
     completion_tokens = sum(len(done.answer.token_ids) for done in choices.values())
-    cached_tokens = sum(plan.cached_tokens for plan in plans)
-    recomputed_tokens = round(sum(plan.recomputed_tokens for plan in plans), 3)
+    of_prompts = {name: sum(getattr(plan, name) for plan in plans) for name in ("cached_tokens", "recomputed_tokens")}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens, "recomputed_tokens": recomputed_tokens},
+        "prompt_tokens_details": of_prompts,
         **details,
     }
 

@@ -56,15 +56,13 @@ async def answer_chat(body: ChatBody, request: Request, generation: type[Generat
 async def prepare_chat(body: ChatBody, request: Request) -> list[PromptRequest]:
     """A chat's one request with its prompt, chunks included."""
     _check_tools(body, request.state.engine.prompts)
-    defaults = request.app.state.server.template_kwargs
-    return await _prepare(body, request, partial(lay_out_chat, defaults=defaults))
+    return await _prepare(body, request, partial(lay_out_chat, defaults=request.app.state.server.template_kwargs))
 
 
 @router.post("/v1/completions", responses=ANSWERS)
 async def completion(body: CompletionBody, request: Request) -> Response:
     """Continue a text, after the documents given or, with `num_chunks`, the chunks nearest it."""
-    words = request.app.state.server.grammars.words
-    prepared = await _prepare(body, request, partial(lay_out_completion, words=words))
+    prepared = await _prepare(body, request, partial(lay_out_completion, words=request.app.state.server.grammars.words))
     return await _respond(body, request, prepared, partial(Generation, choice_class=TextChoice))
 
 

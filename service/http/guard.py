@@ -95,8 +95,12 @@ REMEDIES = {
     "none_required": "is not supported; leave it out",
     "model_type": "must be an object",
 }
+HELD = "guided_json guided_choice guided_regex guided_grammar structured_outputs json_schema grammar format"
 FIELD_REMEDIES = {
     "functions": "are OpenAI's older form of tools; leave them out, and give tools",
+    **dict.fromkeys(HELD.split(), "is not supported; give response_format with a JSON schema, which has enum and pattern too"),
+    "stop_token_ids": "is not supported; give stop, with their texts",
+    "tool_choice.type": 'must be "function", or "allowed_tools" beside tools, with a mode and their names',
     "modalities": 'only ["text"] is supported; leave it out',
     "content.type": "this service reads only text; leave the part out, or send its text",
 }

@@ -137,9 +137,7 @@ class Ingests:
         ended = [one for one in self.of(ingest.tenant) if one.call.future.done()]
         held_bytes = sum(one.nbytes for one in self.of(ingest.tenant) if not one.call.future.done())
         if held_bytes and held_bytes + ingest.nbytes > self._limit_bytes:
-            why = (
-                "your uploads that wait have too many bytes together; wait until one of `GET /v1/ingests` is done, or cancel it"
-            )
+            why = "your uploads that wait have too many bytes together; wait for one of `GET /v1/ingests`, or cancel it"
             raise QueueFullError(why, 5)
         for one in ended[: max(0, len(ended) - self._max_ended)]:
             self.forget(one)

@@ -98,7 +98,8 @@ class MessageGeneration(Generation):
         yield _event("message_stop")
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, int], **end: Any) -> dict[str, Any]:
-        head = {"id": self._head["id"], "type": "message", "role": "assistant", "model": self._head["model"]}
+        id_, model = self._head["id"].replace("chatcmpl-", "msg_"), self._head["model"]
+        head = {"id": id_, "type": "message", "role": "assistant", "model": model}
         return {**head, "content": content, "stop_reason": None, "stop_sequence": None, "usage": usage, **end}
 
 

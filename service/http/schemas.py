@@ -23,7 +23,7 @@ from cacheblend.retriever.metadata import MetadataFilter, read_metadata
 from cacheblend.service.engine.grammar import answer_schema, call_schema
 from cacheblend.service.engine.prompt import Message
 
-from .tool_json import check_bounds, read_earlier_arguments
+from .tool_json import check_bounds, only_allowed, read_earlier_arguments
 
 logger = logging.getLogger(__name__)
 MAX_BIASES = 1024
@@ -428,6 +428,8 @@ class ChatBody(GenerationBody):
     enable_thinking: bool | None = None  # one of those, as some services have it
     reasoning_effort: Name | None = None  # has an effect where the template knows it
     thinking: dict[str, Any] | None = None  # of type "disabled" it is an effort of "none"
+
+    _only_allowed = model_validator(mode="before")(only_allowed)
 
     @property
     def called_tools(self) -> list[ToolBody]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any, TypeVar
 
 MAX_TOOL_CHARACTERS = 2**16  # of all tools of a request as JSON, and of one call's arguments
@@ -33,6 +34,18 @@ def check_bounds(value: _Json) -> _Json:
     if len(text) > MAX_TOOL_CHARACTERS:
         raise ValueError(f"has more than {MAX_TOOL_CHARACTERS} characters as JSON; make it shorter")
     return value
+
+
+def only_allowed(given: Any) -> Any:
+    """A chat whose choice is of OpenAI's type "allowed_tools" as one that has only those tools, and chooses by that mode."""
+    match given:
+        case {"tools": [*tools], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": [*chosen], "mode": mode}}}:
+            with suppress(KeyError, TypeError):  # what is no tool is refused where tools are read
+                named, known = ({one["function"]["name"] for one in listed} for listed in (chosen, tools))
+                if unknown := named - known:  # such a choice is refused by its name
+                    return {**given, "tool_choice": {"type": "function", "function": {"name": unknown.pop()}}}
+                return {**given, "tools": [one for one in tools if one["function"]["name"] in named], "tool_choice": mode}
+    return given
 
 
 def read_arguments(text: Any) -> dict[str, Any]:

@@ -142,11 +142,13 @@ def test_structured_output(model: ChatCacheBlend) -> None:
     schema = {
         "title": "Vote",
         "type": "object",
-        "properties": {"vote": {"enum": ["yes", "no"]}},
+        "properties": {"vote": {"enum": ["yes", "no"], "not": {"const": "no"}}},  # of that a grammar holds only the first
         "required": ["vote"],
         "additionalProperties": False,
     }
     assert limited.with_structured_output(schema).invoke("Agreed?")["vote"] in ("yes", "no")
+    with pytest.raises(InputError, match="cannot be enforced"):
+        limited.with_structured_output(schema, strict=True).invoke("Agreed?")
     raw = limited.with_structured_output(schema, include_raw=True).invoke("Agreed?")
     assert raw["parsed"]["vote"] in ("yes", "no")
     assert raw["parsing_error"] is None

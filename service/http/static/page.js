@@ -75,7 +75,7 @@ function reasonWithout(report) {
   if (report.passages) return "The question brings its own passages, so no chunks of your documents were retrieved for it.";
   const own = "The answer is what the model knows itself, from none of your documents";
   if ($("documents").children.length === 0) return `${own}: there are none yet.`;
-  return `${own}: ${numberIn("num_chunks") === 0 ? "it was asked for without chunks" : "nothing was found for the question"}.`;
+  return `${own}: ${numberIn("num_chunks") === 0 ? "it was asked for without chunks" : report.no_chunks_reason}.`;
 }
 
 function showReport(report) {
@@ -85,7 +85,7 @@ function showReport(report) {
   $("summary").textContent =
     report.hits + report.misses ? `${counted(report.hits, "chunk")} from the store, ${report.misses} computed` : "Computed without chunks";
   $("how").textContent =
-    `${report.method}${ratio}: ${Math.round(report.recomputed_tokens)} of ${counted(report.reusable_tokens, "reused token")} recomputed; ` +
+    `${report.method}${ratio}: ${report.recomputed_tokens} of ${counted(report.reusable_tokens, "reused token")} recomputed; ` +
     `waited ${inSeconds(report.queue_s)} for other requests, and ${inSeconds(report.retrieve_s)} for the search.`;
   $("without").hidden = report.chunks.length > 0;
   $("without").textContent = report.chunks.length ? "" : reasonWithout(report);

@@ -68,7 +68,7 @@ def test_plan_counts(open_ingested: OpenEngine, selector: str) -> None:
     assert [len(positions) - tail for positions in plan.recomputed] == counts
     assert all(set(later.tolist()) <= set(earlier.tolist()) for earlier, later in itertools.pairwise(plan.recomputed))
     mean = sum(len(positions) - tail for positions in plan.recomputed[1:]) / (len(plan.recomputed) - 1)
-    assert mean == pytest.approx(plan.recomputed_tokens)
+    assert plan.recomputed_tokens == round(mean)
     assert [segment.key for segment in plan.segments] == [
         None,
         *(str(key_of(engine, scored.chunk)) for scored in answer.chunks),

@@ -23,6 +23,7 @@ def test_a_chat(client: httpx.Client) -> None:
         body = {**ASKED, "system": system, "metadata": {"user_id": "1"}, "thinking": {"type": "disabled"}}
         whole = client.post("/v1/messages", json=body).json()
         assert whole["content"] == [{"type": "text", "text": chat["choices"][0]["message"]["content"]}]
+        assert whole["id"].startswith("msg_")
         assert (whole["type"], whole["role"], whole["model"], whole["stop_reason"]) == (
             "message",
             "assistant",

@@ -46,6 +46,15 @@ def test_uploaded_filtered_returned(client: httpx.Client) -> None:
         chunks = cited(client, filter=wanted)
         assert {chunk["document_id"] for chunk in chunks} == ids
         assert all(chunk["metadata"] for chunk in chunks)
+    for fields, reason in (
+        ({"filter": {"lang": "none"}}, "no document meets the filter"),
+        ({"filter": {"Year": 1, "lang": "de"}, "stream": True}, "no document has the filter's 'Year'"),
+        ({"filter": {"lang": "de"}, "num_chunks": 0}, "nothing was searched"),
+        ({"filter": {"lang": "de"}}, None),
+        ({"num_chunks": 0}, None),
+    ):
+        text = client.post("/v1/chat/completions", json={**QUESTION, **fields}).text
+        assert ("no_chunks_reason" in text, reason is None or reason in text) == (reason is not None, True)
 
 
 @pytest.mark.parametrize(

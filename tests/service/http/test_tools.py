@@ -167,6 +167,22 @@ def test_a_call_that_must_come(client: openai.OpenAI) -> None:
     assert (short.finish_reason, short.message.tool_calls) == ("length", None)
 
 
+def test_tools_that_are_allowed(client: openai.OpenAI) -> None:
+    """Of OpenAI's allowed tools one must or may be called, and the prompt has no others; one that is not there is named."""
+    pytest.importorskip("llguidance")
+    only = ask(client, tools=[TIME], max_tokens=1).usage.prompt_tokens
+    for names, mode in ((["time"], "required"), (["time"], "auto"), (["time", "other"], "auto")):
+        allowed = [{"type": "function", "function": {"name": name}} for name in names]
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
+        if "other" in names:
+            with pytest.raises(openai.BadRequestError, match="tool_choice: 'other' is none of the tools"):
+                ask(client, tools=[WEATHER, TIME], tool_choice=choice)
+            continue
+        answer = ask(client, tools=[WEATHER, TIME], tool_choice=choice)
+        assert answer.usage.prompt_tokens == only
+        assert (answer.choices[0].finish_reason == "tool_calls") is (mode == "required")
+
+
 def test_what_cannot_be_enforced(client: openai.OpenAI) -> None:
     """Keywords without a grammar are left out of schemas of tools and of answers, and refused by name in strict ones."""
     pytest.importorskip("llguidance")
