@@ -266,7 +266,7 @@ $("key_form").addEventListener("submit", (event) => {
   $("key_form").hidden = true;
   start();
 });
-setInterval(() => document.hidden || showStore(), STORE_EVERY_MS);
+setInterval(() => document.hidden || !$("key_form").hidden || showStore(), STORE_EVERY_MS);
 startDocuments((documents) => {
   listed = documents;
   showExamples();
