@@ -207,7 +207,7 @@ def quality(engine: Engine, cases: int) -> dict[str, Any]:
     if not engine.prompts.template.takes_tools:
         del bodies["agent"]
     engine.ingest(handbook_documents())
-    rows: dict[str, list[dict[str, float]]] = {name: [] for name in bodies}
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in (*bodies, "documents")}
     for number, item in enumerate(handbook_questions()[:cases], 1):
         texts = [one.chunk.text.strip() for one in engine.search(item.question, 4)]
         brought: dict[str, Any] = {"documents": [{"text": one} for one in texts]}
@@ -217,6 +217,7 @@ def quality(engine: Engine, cases: int) -> dict[str, Any]:
             without = {**rewritten(body, recorded["texts"], [""] * len(texts), item.question), **brought}
             asked[name] = partial(prepare_body, engine, about)
             beside[name] = partial(prepare_body, engine, without, **brought)
+        asked["documents"] = beside["documents"] = beside["f_string"]
         seen = [asked[name] for name in ("open_webui", "agent") if name in asked]  # a tool's result has its texts as JSON
         for make in (beside["f_string"], *seen, *seen):  # KV is stored at second sight
             engine.complete(make(max_tokens=1))
