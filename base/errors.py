@@ -31,7 +31,11 @@ class InputError(CacheBlendError, ValueError):
 
 
 class PromptTooLongError(InputError):
-    """A prompt has more tokens than the model has positions."""
+    """A prompt has more tokens than the model has positions; `tokens` of them, where they were counted."""
+
+    def __init__(self, message: str, tokens: int | None = None) -> None:
+        super().__init__(message)
+        self.tokens = tokens
 
 
 class IncompatibleKVError(InputError):

@@ -105,11 +105,13 @@ class PromptTokens:
         tokens = len(self)
         if max_positions is None:
             return MAX_NEW_TOKENS if max_tokens is None else max_tokens
-        if tokens + (max_tokens or 1) > max_positions:
-            raise PromptTooLongError(
-                f"{CONTEXT_LENGTH.format(max_positions)}, and these are {tokens} of the prompt and {max_tokens or 1} to "
-                "generate; take fewer chunks, lower max_tokens, ask a shorter question, or ingest smaller chunks"
-            )
+        if tokens + (wanted := max_tokens or 1) > max_positions:
+            why = f"input length and `max_tokens` exceed context limit: {tokens} + {wanted} > {max_positions}"
+            if tokens >= max_positions:  # both in Anthropic's words
+                why = f"prompt is too long: {tokens} tokens > {max_positions} maximum"
+            what = f"these are {tokens} of the prompt and {wanted} to generate ({why})"
+            remedy = "take fewer chunks, lower max_tokens, ask a shorter question, or ingest smaller chunks"
+            raise PromptTooLongError(f"{CONTEXT_LENGTH.format(max_positions)}, and {what}; {remedy}", tokens)
         return max_positions - tokens if max_tokens is None else max_tokens
 
 

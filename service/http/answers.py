@@ -20,8 +20,9 @@ from .schemas import ChatBody, CompletionBody, GenerationBody
 from .tool_json import read_arguments
 
 CUT_CALL = re.compile(r'^\s*+\{\s*+"name"\s*+:\s*+"([\w-]++)"\s*+,\s*+"arguments"\s*+:\s*(.*)', re.DOTALL)
-BARE = re.compile(r"\s*(?:\[\s*)?(\{.*)?", re.DOTALL)  # what may be calls, and nothing else
+BARE = re.compile(r"\s*(?:`{1,3}[json]{0,4}\s*)?(?:\[\s*)?(\{.*)?", re.DOTALL)  # what may be calls, and nothing else
 BETWEEN = " \t\r\n,;[]"
+FENCE = re.compile(r"\A\s*```(?:json)?|```\s*\Z")
 OPENS, CLOSES = "<tool_call>", "</tool_call>"  # as Hermes and Qwen write calls
 Call = Mapping[str, Any]  # in OpenAI's shape
 
@@ -125,9 +126,9 @@ class CallReader:
     """Finds the calls in one answer's text as it comes.
 
     A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` with the name of a tool, or an answer is only such
-    objects, one after the other as Llama writes them, or in a list as Mistral and Granite do. Text is held back from where a
-    call may begin; what is no complete call stays text. Calls after `max_calls` are dropped. An answer that `is_forced` to be a
-    call has what came of it where it `is_cut`.
+    objects, one after the other as Llama writes them, in a list as Mistral and Granite do, or fenced as JSON. Text is held back
+    from where a call may begin; what is no complete call stays text. Calls after `max_calls` are dropped. An answer that
+    `is_forced` to be a call has what came of it where it `is_cut`.
     """
 
     def __init__(self, names: Collection[str], max_calls: int | None = None, *, is_forced: bool = False) -> None:
@@ -180,7 +181,7 @@ class CallReader:
 
     def _bare_calls(self, text: str) -> list[Call]:
         """The calls that all of a text is made of; none where there is anything else."""
-        calls, rest = list[Call](), text.lstrip(BETWEEN)
+        calls, rest = list[Call](), FENCE.sub("", text).lstrip(BETWEEN)
         while rest:
             call, end = self._call(rest, 0)
             if call is None:

@@ -164,6 +164,8 @@ async def answer_error(request: Request, error: Exception) -> Response:
         if error.status_code == 404 and (not path.startswith("/v1/") or path.startswith("/v1/v1/")):
             base, added = ("without", "/v1/messages") if "/messages" in path else ("with", "/chat/completions")
             message += f"; the client's base URL is the service's address {base} /v1, to which it adds paths such as {added}"
+        elif path.startswith("/v1/responses"):
+            message += "; give the client chat completions, at /v1/chat/completions"
         headers, error = error.headers, ApiError(error.status_code, message)
     response = error_response(error)
     response.headers.update(headers or {})

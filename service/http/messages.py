@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field, model_validator
 from pydantic_core import from_json
 
+from cacheblend.base.errors import PromptTooLongError
 from cacheblend.service.engine.decoding import Piece
 from cacheblend.service.engine.request import Done
 
@@ -112,7 +113,12 @@ async def messages(body: MessagesBody, request: Request) -> Response:
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountBody, request: Request) -> dict[str, int]:
     """Count the tokens of the prompt that `/v1/messages` would answer, chunks included."""
-    (prepared,) = await prepare_chat(body, request)
+    try:
+        (prepared,) = await prepare_chat(body, request)
+    except PromptTooLongError as error:
+        if error.tokens is None:
+            raise
+        return {"input_tokens": error.tokens}
     return {"input_tokens": len(prepared.prompt)}
 
 

@@ -46,6 +46,10 @@ def test_count_tokens(client: httpx.Client) -> None:
         counted = {name: value for name, value in body.items() if name != "max_tokens"}
         tokens = usage["input_tokens"] + usage["cache_read_input_tokens"]
         assert client.post("/v1/messages/count_tokens", json=counted).json() == {"input_tokens": tokens}
+    many = client.post(
+        "/v1/messages/count_tokens", json={**ASKED, "messages": [{"role": "user", "content": "word " * 400}]}
+    ).json()
+    assert many["input_tokens"] > 512  # more than the model could be asked
 
 
 def test_stop_sequences(client: httpx.Client) -> None:

@@ -302,6 +302,8 @@ BRACES = r'{"name": "f", "arguments": {"a": "}] {\"a\": 1}, <tool_call>"}}'
         (f"{ONE}\n{ONE}", "", 2),
         (f"[{ONE}, {ONE}]", "", 2),
         (f" [\n{ONE}\n]\n", "", 1),
+        (f"```json\n{ONE}\n```", "", 1),
+        (f"```python\n{ONE}\n```", None, 0),
         (f"[{ONE}, 7]", None, 0),
         ("[1] says so, and [2] too.", None, 0),
         ("[]", None, 0),
