@@ -137,7 +137,7 @@ def error_body(error: Exception) -> dict[str, Any]:
 def error_response(error: Exception) -> JSONResponse:
     """The response to an error; a failure of the service's own is logged."""
     status, _ = _status_and_code(error)
-    if status >= 500 and not isinstance(error, ShuttingDownError | DeadlineError):
+    if status >= 500 and not isinstance(error, ShuttingDownError | DeadlineError | OtherIndexError):
         logger.error("request %s met an error", REQUEST_ID.get(), exc_info=error)
     headers = {}
     if isinstance(error, QueueFullError):
