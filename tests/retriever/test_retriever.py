@@ -122,7 +122,7 @@ def test_two_open_retrievers_see_each_others_documents(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"chunk_tokens": 20}, "built with chunk_tokens '12', and this run has '20'.*another directory"),
+        ({"chunk_tokens": 20}, "built with chunk_tokens '12', and this run has '20'.*another folder"),
         ({"embedder": FakeEmbedder("other")}, "embedder 'fake', and this run has 'other'.*cacheblend reindex"),
         ({"vocab": 500}, "built with another model; .*cacheblend reindex"),
     ],

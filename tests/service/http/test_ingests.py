@@ -120,7 +120,7 @@ def test_jobs_are_bounded(engine: Engine, held: threading.Event) -> None:
     ):
         server.ingests = Ingests(4000, max_ended=2)
         jobs = [post(client, f"{number}.txt") for number in range(3)]
-        for raw, words in ((TEXT, "3 uploads wait or run already"), (TEXT * 58, "too many bytes together; wait until one")):
+        for raw, words in ((TEXT, "3 uploads wait or run already"), (TEXT * 58, "too many bytes together; wait for one")):
             answer = post(client, "b.txt", raw=raw)
             assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
             assert (words in answer.json()["error"]["message"], "Retry-After" in answer.headers) == (True, True)
