@@ -45,12 +45,11 @@ _TAG = re.compile(rf"<(?P<close>/?)(?P<name>{'|'.join([*TAGS.split(), *LISTS.spl
 _START = re.compile(r"(?<!\w)\S")  # where a stored text may begin
 _SENTENCE_END = re.compile(r"[.!?\u2026\u061f\u06d4][\"'\u2019\u201d)\]]?(?=\s|$)|[\u3002\uff01\uff1f\u0964]")
 _STRING_MARK = re.compile(r'\\.|"', re.DOTALL)
-_INSTRUCTS = re.compile(  # words of instructions in English, and by which others are known
+_INSTRUCTS = re.compile(  # words of instructions in English, and by which others are known, in small letters
     r"\b(?:you|your|please|always|never|don't|do not|must|should|respond|answer|output|du|immer|niemals?|bitte|antworte|vous|"
     r"toujours|jamais|veuillez|répondez|eres|siempre|nunca|por favor|debes|responde|sei|sempre|mai|per favore|devi|rispondi|"
     r"você|responda|deve|jij|altijd|nooit|moet|antwoord|вы|всегда|никогда|пожалуйста|отвечайте|أنت|دائما|أبدا|يجب|من فضلك|"
-    r"आप|हमेशा|कभी|कृपया|उत्तर)\b|你|您|请|必须|不要|回答|ください|必ず|決して|答え|당신|항상|절대|하세요|마세요|답변",
-    re.IGNORECASE,
+    r"आप|हमेशा|कभी|कृपया|उत्तर)\b|你|您|请|必须|不要|回答|ください|必ず|決して|答え|당신|항상|절대|하세요|마세요|답변"
 )
 _ANSWER = re.compile(r"\n[ \t#*]{0,8}[^\W\d]\w{0,20}(?:[ ]\w{1,20})?:[^\n]*\Z")  # of an example: a last line with a label
 _CODE_LINE = re.compile(
@@ -216,7 +215,7 @@ def _is_example(text: str) -> bool:
     answer, lines = _ANSWER.search(text), text.split("\n")
     has_answer = answer is not None and len(answer[0]) <= 2 * answer.start()
     ended = sum(_SENTENCE_END.search(line.rstrip()[-2:]) is not None for line in lines)
-    return has_answer or ended > max(3, len(lines) - 2) or len(_INSTRUCTS.findall(text)) >= 3
+    return has_answer or ended > max(3, len(lines) - 2) or len(_INSTRUCTS.findall(text.lower())) >= 3
 
 
 def _stripped(text: str, start: int, end: int, reason: str) -> Passage:
