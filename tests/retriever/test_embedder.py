@@ -89,7 +89,7 @@ def test_code_that_comes_with_an_embedder(tmp_path: Path) -> None:
 
 @needs_package
 def test_a_check_between_batches_ends_an_embedding(embedder: SentenceTransformerEmbedder) -> None:
-    """A long text's embedding is counted, ends at the first batch at which its check raises, and the next one is whole.
+    """A long text's embedding is counted, ends at the first batch at which its check raises, and the next one is complete.
 
     A batch of long windows has few of them, as others wait for it.
     """

@@ -144,7 +144,7 @@ def test_bad_values_of_options(field: str, value: object) -> None:
 
 
 def test_a_wait_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Who waits for a lock that another process holds says which, and has it when that one lets go; others say nothing."""
+    """A process logs which lock of another it waits for, and has it once that is released; without a wait it logs nothing."""
     with closing(WriteLock(tmp_path / "lock")) as held, closing(WriteLock(tmp_path / "lock", said_after_s=0)) as wanted:
         with ThreadPoolExecutor(1) as thread:
             with held:

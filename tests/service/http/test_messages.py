@@ -16,25 +16,25 @@ EPHEMERAL = {"type": "text", "text": "Be brief.", "cache_control": {"type": "eph
 
 
 def test_a_chat(client: httpx.Client) -> None:
-    """A message is the chat's answer, whole and streamed; system is its first turn; cached tokens are counted apart."""
+    """A message is the chat's answer, in one piece and streamed; system is its first turn; cached tokens are counted apart."""
     turns = [{"role": "system", "content": "Be brief."}, USER]
     for system in ("Be brief.", [EPHEMERAL]):
         chat = client.post("/v1/chat/completions", json={**ASKED, "messages": turns}).json()
         body = {**ASKED, "system": system, "metadata": {"user_id": "1"}, "thinking": {"type": "disabled"}}
-        whole = client.post("/v1/messages", json=body).json()
-        assert whole["content"] == [{"type": "text", "text": chat["choices"][0]["message"]["content"]}]
-        assert whole["id"].startswith("msg_")
-        assert (whole["type"], whole["role"], whole["model"], whole["stop_reason"]) == (
+        message = client.post("/v1/messages", json=body).json()
+        assert message["content"] == [{"type": "text", "text": chat["choices"][0]["message"]["content"]}]
+        assert message["id"].startswith("msg_")
+        assert (message["type"], message["role"], message["model"], message["stop_reason"]) == (
             "message",
             "assistant",
             MODEL,
             "max_tokens",
         )
-        usage = whole["usage"]
+        usage = message["usage"]
         assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
         assert usage["cache_read_input_tokens"] > 0
         streamed = joined(events_of(client, body))
-        assert (streamed["content"], streamed["stop_reason"]) == (whole["content"], "max_tokens")
+        assert (streamed["content"], streamed["stop_reason"]) == (message["content"], "max_tokens")
         assert streamed["usage"]["output_tokens"] == chat["usage"]["completion_tokens"]
 
 
