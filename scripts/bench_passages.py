@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from plain_prompts import Words, plain_prompts
 from cacheblend.blend.fidelity import first_token_kl_nats
 from cacheblend.blend.widening import WIDE_RATIO
 from cacheblend.eval.handbook import handbook_documents, handbook_questions
-from cacheblend.eval.metrics import equal_greedy_tokens
+from cacheblend.eval.metrics import equal_greedy_tokens, paired_difference
 from cacheblend.retriever import Chunk
 from cacheblend.retriever.passages import StoredTexts, find_passages
 from cacheblend.service import Answer, Engine, EngineConfig
@@ -200,18 +201,23 @@ def compared(engine: Engine, make: Callable[..., Request], beside: Callable[...,
     }
 
 
-def quality(engine: Engine, cases: int) -> dict[str, Any]:
-    """Passages in applications' own words, in another order, beside full recompute and the same request with `documents`."""
-    draw, recorded = random.Random(3), json.loads(RECIPES.read_text(encoding="utf-8"))
+def quality(engine: Engine, cases: int, measured: Path | None) -> dict[str, Any]:
+    """Passages in applications' own words, in another order, beside full recompute and the same request with `documents`.
+
+    Each question is written to `measured` as a line; those that stand there are not measured again.
+    """
+    recorded = json.loads(RECIPES.read_text(encoding="utf-8"))
     bodies = {name: requests[-1]["body"] for name, requests in recorded["requests"].items()}
     if not engine.prompts.template.takes_tools:
         del bodies["agent"]
     engine.ingest(handbook_documents())
-    rows: dict[str, list[dict[str, float]]] = {name: [] for name in (*bodies, "documents")}
-    for number, item in enumerate(handbook_questions()[:cases], 1):
+    done = [] if measured is None or not measured.exists() else list(map(json.loads, measured.read_text().splitlines()))
+    for number, item in enumerate(handbook_questions()[:cases]):
+        if number in {case["question"] for case in done}:
+            continue
         texts = [one.chunk.text.strip() for one in engine.search(item.question, 4)]
         brought: dict[str, Any] = {"documents": [{"text": one} for one in texts]}
-        asked, beside = dict[str, Callable[..., Request]](), dict[str, Callable[..., Request]]()
+        asked, beside, draw = dict[str, Callable[..., Request]](), dict[str, Callable[..., Request]](), random.Random(number)
         for name, body in bodies.items():
             about = rewritten(body, recorded["texts"], draw.sample(texts, len(texts)), item.question)
             without = {**rewritten(body, recorded["texts"], [""] * len(texts), item.question), **brought}
@@ -222,12 +228,24 @@ def quality(engine: Engine, cases: int) -> dict[str, Any]:
         for make in (beside["f_string"], *seen, *seen):  # KV is stored at second sight
             engine.complete(make(max_tokens=1))
             engine.drain()
-        for name, row in rows.items():
-            row.append(compared(engine, asked[name], beside[name], sum(len(engine.prompts.text_ids(one)) for one in texts)))
-        if number % 5 == 0 or number == cases:
-            figures = {name: {**means(of), "ttft_over_documents": over_documents(of)} for name, of in rows.items()}
-            print(json.dumps({"cases": number, **figures}), flush=True)
-    return figures
+        tokens = sum(len(engine.prompts.text_ids(one)) for one in texts)
+        done.append({"question": number} | {name: compared(engine, asked[name], beside[name], tokens) for name in asked})
+        print(line := json.dumps(done[-1]), flush=True)
+        if measured is not None:
+            with measured.open("a") as file:
+                file.write(line + "\n")
+    rows = {name: [case[name] for case in done] for name in (*bodies, "documents")}
+    return {
+        name: {**means(of), "ttft_over_documents": over_documents(of)} | over(of, rows["documents"])
+        for name, of in rows.items()
+    }
+
+
+def over(rows: Sequence[dict[str, float]], documents: Sequence[dict[str, float]]) -> dict[str, tuple[float | None, ...]]:
+    """KL and equal tokens over those of `documents`, each question: the mean difference and its 95 % interval."""
+    keys = ("kl", "equal_tokens")
+    pairs = {key: paired_difference([row[key] for row in rows], [row[key] for row in documents]) for key in keys}
+    return {f"{key}_over_documents": astuple(pair) for key, pair in pairs.items()}
 
 
 def plain(requests: int) -> dict[str, Any]:
@@ -263,6 +281,9 @@ def main() -> None:
     parser.add_argument("--model", help="see `cacheblend serve --help`")
     parser.add_argument("--requests", type=int, help="zipf: 5000, quality: 40, plain: 1000")
     parser.add_argument("--figure", type=Path, help="of zipf")
+    parser.add_argument(
+        "--measured", type=Path, help="of quality: a file of questions, a line each; a run goes on with what it lacks"
+    )
     options = parser.parse_args()
     if options.what == "look":
         print(json.dumps(look()))
@@ -276,7 +297,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, Engine(EngineConfig(model=options.model, store_dir=folder)) as engine:
         measured = {
             "zipf": lambda: zipf(engine, options.requests or 5000, options.figure),
-            "quality": lambda: quality(engine, options.requests or 40),
+            "quality": lambda: quality(engine, options.requests or 40, options.measured),
             "plain": lambda: without_passages | slowdown(engine),
         }[options.what]()
     print(json.dumps(measured))

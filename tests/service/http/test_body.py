@@ -19,6 +19,7 @@ from engines import QUESTION
 from hypothesis import given
 from pydantic import ValidationError
 from starlette.types import Message
+from waiting import wait_until
 
 from cacheblend.base.errors import InputError
 from cacheblend.service import Engine
@@ -198,6 +199,7 @@ def test_silent_and_slow_connections_give_way(engine: Engine) -> None:
         )
         for begun in slow * 4:
             stack.enter_context(connected(address)).sendall(begun)
+        wait_until(lambda: httpx.get(f"{address}/healthz").status_code == 200)  # what gave way has ended: until then 503
         assert [httpx.get(f"{address}/healthz").status_code for _ in range(3)] == [200] * 3
         assert httpx.post(f"{address}/v1/chat/completions", json=CHAT, headers=headers, timeout=60).status_code == 200
         assert streamed.status_code == 200
