@@ -39,6 +39,7 @@ class Sampling:
         top_p: sample from the likeliest tokens of this total probability; 0 is greedy.
         top_k: sample from so many likeliest tokens; 0 or -1 for all.
         min_p: tokens less likely than this share of the likeliest token's probability are not drawn.
+        min_tokens: no token that ends the answer is drawn before so many; JSON ends where it is complete.
         seed: of the draws; None draws one.
         presence_penalty: subtracted from the logit of each token that the answer contains.
         frequency_penalty: subtracted from a token's logit for each time that the answer contains it.
@@ -55,6 +56,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    min_tokens: int = 0
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -82,6 +84,8 @@ class Sampling:
                 options["min_p"] = self.min_p
         if self.repetition_penalty != 1.0:
             options["repetition_penalty"] = self.repetition_penalty
+        if self.min_tokens and self.grammar is None:
+            options["min_new_tokens"] = self.min_tokens
         return {"pad_token_id": int(next(padding, 0)), **options}
 
 

@@ -214,7 +214,7 @@ def source_files(path: str, skipped: dict[str, str]) -> list[tuple[Path, str]]:
     else:
         raise InputError(f"{path} does not exist; give a file, a folder, a pattern, or - for standard input")
     if not files:
-        raise InputError(f"{path} holds no file that can be read; give one with text")
+        raise InputError(f"no file of {path} can be read; give one with text")
     return [(file, file.relative_to(root).as_posix()) for file in files]
 
 

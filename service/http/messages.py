@@ -82,8 +82,9 @@ class MessageGeneration(Generation):
     async def pieces(self, index: int, event: Piece | Done) -> AsyncIterator[str]:
         usage = {"input_tokens": len(self._served[0].prompt), "output_tokens": 0}  # what of it was cached is said at the end
         yield _event("message_start", message=self._message([], usage))
-        blocks = list[str]()
+        blocks, report = list[str](), None
         async for chunk in self.chunks(index, event, has_usage=True):
+            report = chunk.get("cacheblend", report)
             for choice in chunk.get("choices", ()):
                 for name, block, delta, _ in _blocks(choice["delta"]):
                     if name not in blocks:
@@ -95,7 +96,7 @@ class MessageGeneration(Generation):
             yield _event("error", error=chunk["error"])
             return
         yield _event("content_block_stop", index=len(blocks) - 1) if blocks else ""
-        yield _event("message_delta", delta=_end(choice), usage=_usage(chunk["usage"]))
+        yield _event("message_delta", delta=_end(choice), usage=_usage(chunk["usage"]), cacheblend=report)
         yield _event("message_stop")
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, int], **end: Any) -> dict[str, Any]:

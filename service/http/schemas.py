@@ -342,10 +342,10 @@ NEUTRAL: dict[str, Any] = {
         ({}, "web_search_options options extra_body"),
         (["text"], "modalities"),
         ("", "suffix"),
-        (False, "echo ignore_eos use_beam_search include_stop_str_in_output"),
+        (False, "echo use_beam_search include_stop_str_in_output"),
         (True, "skip_special_tokens spaces_between_special_tokens add_generation_prompt include_reasoning"),
         (1, "best_of repeat_penalty length_penalty typical_p"),
-        (0, "min_tokens mirostat top_logprobs"),
+        (0, "mirostat top_logprobs"),
     )
     for name in names.split()
 }
@@ -366,6 +366,8 @@ class GenerationBody(StrictModel):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: StopStrings | None = None
     min_p: Share | None = 0.0
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = 0
+    ignore_eos: bool = False
     n: Annotated[int, Field(ge=1, le=16)] | None = 1
     presence_penalty: Penalty | None = 0.0
     frequency_penalty: Penalty | None = 0.0

@@ -36,8 +36,8 @@ def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
                 else:
                     assert delta["type"] == f"{block['type']}_delta"
                     block[block["type"]] += delta[block["type"]]
-            case {"type": "message_delta", "delta": delta, "usage": usage}:
-                message.update(delta, usage=usage)
+            case {"type": "message_delta", "delta": delta, "usage": usage, "cacheblend": report}:
+                message.update(delta, usage=usage, cacheblend=report)
     stopped = [event["index"] for event in events if event["type"] == "content_block_stop"]
     assert stopped == list(range(len(message["content"])))
     return message

@@ -36,6 +36,7 @@ def test_a_chat(client: httpx.Client) -> None:
         streamed = joined(events_of(client, body))
         assert (streamed["content"], streamed["stop_reason"]) == (message["content"], "max_tokens")
         assert streamed["usage"]["output_tokens"] == chat["usage"]["completion_tokens"]
+        assert streamed["cacheblend"].keys() == message["cacheblend"].keys()
 
 
 def test_count_tokens(client: httpx.Client) -> None:

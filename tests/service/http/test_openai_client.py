@@ -89,7 +89,7 @@ NEUTRAL: dict[str, object] = {
     **{"service_tier": "auto", "verbosity": "low", "reasoning_effort": "low", "parallel_tool_calls": True, "drop_params": True},
     **{"n": 1.0, "seed": 7.0, "top_k": 40.0, "logit_bias": {}, "tools": [], "stop_token_ids": [], "cache_control": {}},
     **{"top_p": 0, "web_search_options": {}, "options": {}, "extra_body": {}, "transforms": [], "top_logprobs": 0},
-    **{"min_tokens": 0, "ignore_eos": False, "skip_special_tokens": True, "repeat_penalty": 1.0, "include_reasoning": True},
+    **{"min_tokens": 0.0, "ignore_eos": None, "skip_special_tokens": True, "repeat_penalty": 1.0, "include_reasoning": True},
     **{"response_format": {"type": "text"}, "stream_options": {"include_usage": True}, "not_known": None},
 }
 OF_KIND: dict[str, dict[str, object]] = {

@@ -71,7 +71,7 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"documents": [{"text": "x"}] * 1001}, "max_documents=1000"),
     ({"documents": [{"title": "x"}]}, "documents.0.text: is missing; give it"),
     ({"cache_salt": "x" * 999}, "cache_salt: must have at most 256 characters"),
-    ({"min_tokens": 5}, "min_tokens: is no field of this request; leave it out"),
+    ({"min_tokens": -1}, "min_tokens: must be greater than or equal to 0"),
     ({"top_logprobs": 2}, "top_logprobs: set logprobs to true with it"),
     ({"add_generation_prompt": False}, "add_generation_prompt: set continue_final_message to true with it"),
     ({"modalities": ["text", "audio"]}, 'modalities: only ["text"] is supported; leave it out'),

@@ -167,6 +167,18 @@ def test_penalties_and_biases(engine: Engine, openai_client: openai.OpenAI) -> N
     assert nearly_none.choices[0].text == plain.choices[0].text
 
 
+def test_answers_do_not_end_before_min_tokens(openai_client: openai.OpenAI, fusor: Fusor) -> None:
+    """The end of sequence is drawn once it is allowed, and never with `ignore_eos`; a whole JSON ends all the same."""
+    ended = {"logit_bias": {str(fusor.tokenizer.eos_token_id): 100}}
+    for least, tokens, reason in (({}, 1, "stop"), ({"min_tokens": 4}, 5, "stop"), ({"ignore_eos": True}, 12, "length")):
+        answer = complete(openai_client, **ended, extra_body=least)
+        assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (tokens, reason)
+    if HAS_GRAMMARS:
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 1}}}
+        answer = complete(openai_client, extra_body={"response_format": form, "ignore_eos": True})
+        assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("1", "stop")
+
+
 def test_others_are_not_changed(openai_client: openai.OpenAI) -> None:
     """A greedy answer is the same beside requests with penalties, a grammar and log-probabilities in its batch."""
     alone = complete(openai_client, max_tokens=60).choices[0].text
