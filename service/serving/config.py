@@ -16,7 +16,7 @@ class ServingConfig:
     reported: which agreement is good enough differs by model and by use.
 
     Args:
-        turn_s: seconds after which a prompt that is not prefilled waits for the other tenants' turns.
+        turn_s: seconds after which a prompt that is not prefilled waits for other tenants' turns and its own's shortest prompt.
         guard_tokens: first greedy tokens that are compared.
         guard_window: comparisons that the mean agreement is over.
 

@@ -126,9 +126,10 @@ class Scheduler(Closing):
     """Serves requests on one model. Thread-safe; a context manager.
 
     One prompt is prefilled at a time, since two at once would both come later. Tenants take turns, a prompt each, or `turn_s`
-    of a long one. Between two layers the requests that decode take a step, `DECODE_SHARE` of the time. A request that ends,
-    fails, is cancelled or is late leaves before the next step, and frees everything that it held. If nothing has run or waited
-    for `SHADOW_AFTER_S`, sampled requests are compared with full prefill, a layer at a time.
+    of a long one, which then gives way to its tenant's shortest, too. Between two layers the requests that decode take a step,
+    `DECODE_SHARE` of the time. A request that ends, fails, is cancelled or is late leaves before the next step, and frees
+    everything that it held. If nothing has run or waited for `SHADOW_AFTER_S`, sampled requests are compared with full prefill,
+    a layer at a time.
 
     Args:
         fusor: the model that all requests' engines share.
@@ -304,7 +305,7 @@ class Scheduler(Closing):
         self._turn_ends = time.perf_counter() + self.config.turn_s
         with self._changed:
             if self._prompt is not None:
-                self._waiting.insert(0, self._prompt)
+                self._wait_again(self._prompt)
             self._prompt = request = self._turns.take(self._waiting, may)
             if request is None or request in self._running:
                 return
@@ -314,6 +315,15 @@ class Scheduler(Closing):
             request.begin()
         except Exception as error:
             self._leave(request, Failed(error))
+
+    def _wait_again(self, prompt: Request) -> None:
+        """Put the prompt whose turn is over before its tenant's others, but behind the shortest one if that is shorter."""
+        own = [one for one in self._waiting if one.tenant == prompt.tenant]
+        shortest = min(own, key=lambda one: len(one.prompt), default=prompt)
+        self._waiting.insert(0, prompt)
+        if len(shortest.prompt) < len(prompt.prompt):
+            self._waiting.remove(shortest)
+            self._waiting.insert(0, shortest)
 
     def _prefill(self, running: Request) -> None:
         def run_layer() -> bool:

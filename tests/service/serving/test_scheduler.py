@@ -140,6 +140,27 @@ def test_prompts_take_turns(engine: Engine, turn_s: float, monkeypatch: pytest.M
     assert order.index("a2") > len(order) - 1 - order[::-1].index("a1")
 
 
+def test_a_short_prompt_passes_a_long_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant's long prompt gives way to its shortest at the end of a turn, and goes on between short ones."""
+    steps, long_namespace, ended = engine.prefill_steps, namespace_of("long"), list[str]()
+    held = threading.Event()
+
+    def held_back(prepared: Request) -> PrefillSteps:
+        if prepared.namespace == long_namespace:
+            held.set()
+            while len(ended) < 2:
+                yield LayerReport(0, 0, 0.0, 0.0)
+        return (yield from steps(prepared))
+
+    monkeypatch.setattr(engine, "prefill_steps", held_back)
+    with Scheduler(engine.fusor, ServingConfig(turn_s=0.0), lambda request, _: ended.append(request.namespace)) as scheduler:
+        long = serve(engine, scheduler, QUESTION, max_tokens=1, num_chunks=4, cache_salt="long")
+        assert held.wait(60)
+        short = [serve(engine, scheduler, QUESTION, max_tokens=1, num_chunks=number) for number in (2, 1)]
+        assert all(isinstance(client.result(), Done) for client in (*short, long))
+        assert ended[-1] == long_namespace
+
+
 def test_a_paused_prompt_that_is_cancelled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that waits for its next turn ends like any other, and its tenant's next request is served."""
     steps, held = engine.prefill_steps, threading.Event()
