@@ -19,7 +19,7 @@ from .ingest import FETCH_S
 from .prompt import PromptChunk
 
 logger = logging.getLogger(__name__)
-POSTPONE_TIMES = 9  # of the seconds that the last precompute took: beside running requests it has a tenth of the time
+POSTPONE_TIMES = 3  # of the seconds that the last precompute took: beside running requests it has a quarter of the time
 REMEMBERED_MISSES = 8192  # keys; two misses further apart than so many others count as two first ones
 
 

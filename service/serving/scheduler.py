@@ -126,7 +126,7 @@ class Scheduler(Closing):
     """Serves requests on one model. Thread-safe; a context manager.
 
     One prompt is prefilled at a time, since two at once would both come later. Tenants take turns, a prompt each, or `turn_s`
-    of a long one, which then gives way to its tenant's shortest, too. Between two layers the requests that decode take a step,
+    of a long one, which then yields to its tenant's shortest, too. Between two layers the requests that decode take a step,
     `DECODE_SHARE` of the time. A request that ends, fails, is cancelled or is late leaves before the next step, and frees
     everything that it held. If nothing has run or waited for `SHADOW_AFTER_S`, sampled requests are compared with full prefill,
     a layer at a time.
