@@ -93,14 +93,14 @@ def calibrate(
     with terminal.progress_bars() as progress:
         thresholds = Thresholds(max_kl=max_kl, max_nll=max_nll)
         run = run_calibration(config, thresholds, run_folder, fusor, selectors=chosen, on_progress=progress)
-    path = write_calibration(engine.profile_dir, run.calibration)
+    path = write_calibration(engine.profile_dir, run.calibration) if run.is_within else None
     if as_json:
         terminal.print_json(_as_json(run, path))
     else:
         _print(run, path)
 
 
-def _as_json(run: CalibrationRun, path: Path) -> dict[str, object]:
+def _as_json(run: CalibrationRun, path: Path | None) -> dict[str, object]:
     chosen = run.calibration.as_dict()
     return {
         "chosen": {name: chosen[name] for name in ("context", "selector", "ratio")} | chosen["measures"],
@@ -108,12 +108,12 @@ def _as_json(run: CalibrationRun, path: Path) -> dict[str, object]:
         "thresholds": chosen["thresholds"],
         "full_recompute": {"ttft_s_median": run.full_ttft_s_median},
         "curves": [setting.as_dict() for setting in run.curves],
-        "path": str(path),
+        "path": None if path is None else str(path),
         "run": str(run.folder),
     }
 
 
-def _print(run: CalibrationRun, path: Path) -> None:
+def _print(run: CalibrationRun, path: Path | None) -> None:
     # Without a frame the table fits on 80 columns.
     table = Table("context", "selector", "ratio", "KL", "at most", "NLL", "equal", "compute", "TTFT s", box=None)
     for setting in run.curves:
@@ -137,11 +137,13 @@ def _print(run: CalibrationRun, path: Path) -> None:
         "KL: of the first token, nats, and the upper end of its 95 % interval; NLL: of right answers, nats over full "
         "recompute's; equal: share of equal greedy tokens; compute: share of full recompute's",
         f"{found.cases} questions; full recompute's first token after {run.full_ttft_s_median:.3f} s",
-        f"chosen: context {chosen.context}, selector {chosen.selector}, ratio {chosen.ratio:g}: KL "
-        f"{found.first_token_kl_nats:.3f} nats" + ("" if high is None else f" (at most {high:.3f} with 95 %)"),
-        f"stored in {path}; the run is in {run.folder}",
+        f"{'least KL' if path is None else 'chosen'}: context {chosen.context}, selector {chosen.selector}, "
+        f"ratio {chosen.ratio:g}: KL {found.first_token_kl_nats:.3f} nats"
+        + ("" if high is None else f" (at most {high:.3f} with 95 %)"),
+        f"{'nothing is stored' if path is None else f'stored in {path}'}; the run is in {run.folder}",
     ]
-    if not run.is_within:
-        said.insert(2, f"no setting is within KL {thresholds.max_kl:g} and NLL {thresholds.max_nll:g}: the least KL is taken")
+    if path is None:
+        remedy = "ask more questions, or accept more by --max-kl and --max-nll"
+        said.insert(2, f"no setting is within KL {thresholds.max_kl:g} and NLL {thresholds.max_nll:g}; {remedy}")
     for line in said:
         terminal.print_line(line)

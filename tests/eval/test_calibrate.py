@@ -160,6 +160,8 @@ def test_right_answers_count(run: Run, model_dir: Path, documents: Path) -> None
     code, out, _ = run(model_dir, *options, "--json", "--out", "again")
     found = json.loads(out)
     assert not found["is_within"]
+    assert found["path"] is None
+    assert not list(Path("store/profiles").glob("*.calibration.json"))
     least = min(found["curves"], key=lambda curve: curve["first_token_kl_nats"])
     assert found["chosen"]["ratio"] == least["ratio"]
     assert all(isinstance(curve["gold_nll_over_full_nats"], float) for curve in found["curves"])
