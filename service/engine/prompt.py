@@ -110,7 +110,8 @@ class PromptTokens:
             if tokens >= max_positions:  # both in Anthropic's words
                 why = f"prompt is too long: {tokens} tokens > {max_positions} maximum"
             what = f"these are {tokens} of the prompt and {wanted} to generate ({why})"
-            remedy = "take fewer chunks, lower max_tokens, ask a shorter question, or ingest smaller chunks"
+            of_chunks = "take fewer chunks, lower max_tokens, ask a shorter question, or ingest smaller chunks"
+            remedy = of_chunks if self.chunks else "shorten it, or lower max_tokens"
             raise PromptTooLongError(f"{CONTEXT_LENGTH.format(max_positions)}, and {what}; {remedy}", tokens)
         return max_positions - tokens if max_tokens is None else max_tokens
 
