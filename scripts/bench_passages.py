@@ -12,6 +12,7 @@ import argparse
 import csv
 import json
 import random
+import re
 import statistics
 import tempfile
 import time
@@ -41,6 +42,15 @@ RATIO = 0.14  # named, as without it a small model computes short prompts in ful
 TIMED_PROMPTS, TIMED_ROUNDS = 9, 2  # of those without passages: one of each kind
 RECIPES = Path(__file__).parents[1] / "tests" / "service" / "http" / "recipes.json"
 RECORDED_QUESTION = "What can be seen there today?"
+# How the recorded applications mark a passage that is empty.
+MARKS = "|".join(
+    (
+        r'\n?<source id="\d" name="file\d\.md"></source>',
+        r"\n\[\d\] (?=\n)",
+        r"file_name: a\.md\s+",
+        r'\{"id": \d, "text": ""\}(, )?',
+    )
+)
 INSTRUCTION = "Answer from the sources.\n\n"
 
 
@@ -157,6 +167,15 @@ def rewritten(value: Any, old: Sequence[str], new: Sequence[str], question: str)
     return value.replace(RECORDED_QUESTION, question)
 
 
+def without_passages(value: Any) -> Any:
+    """A rewritten request without the marks of its passages, which are empty."""
+    if isinstance(value, dict):
+        return {key: without_passages(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [without_passages(one) for one in value]
+    return re.sub(MARKS, "", value) if isinstance(value, str) else value
+
+
 def prepare_body(engine: Engine, body: dict[str, Any], **options: Any) -> Request:
     """A request of a body that a client sends, laid out as the service does."""
     if "prompt" in body:
@@ -216,14 +235,15 @@ def quality(engine: Engine, cases: int, measured: Path | None) -> dict[str, Any]
         if number in {case["question"] for case in done}:
             continue
         texts = [one.chunk.text.strip() for one in engine.search(item.question, 4)]
-        brought: dict[str, Any] = {"documents": [{"text": one} for one in texts]}
         asked, beside, draw = dict[str, Callable[..., Request]](), dict[str, Callable[..., Request]](), random.Random(number)
+        brought: dict[str, Any] = {"documents": [{"text": one} for one in reversed(texts)]}
         for name, body in bodies.items():
             about = rewritten(body, recorded["texts"], draw.sample(texts, len(texts)), item.question)
-            without = {**rewritten(body, recorded["texts"], [""] * len(texts), item.question), **brought}
+            without = {**without_passages(rewritten(body, recorded["texts"], [""] * len(texts), item.question)), **brought}
             asked[name] = partial(prepare_body, engine, about)
             beside[name] = partial(prepare_body, engine, without, **brought)
-        asked["documents"] = beside["documents"] = beside["f_string"]
+        natural = {"messages": [{"role": "user", "content": item.question}], **brought}
+        asked["documents"] = beside["documents"] = partial(prepare_body, engine, natural, **brought)
         seen = [asked[name] for name in ("open_webui", "agent") if name in asked]  # a tool's result has its texts as JSON
         for make in (beside["f_string"], *seen, *seen):  # KV is stored at second sight
             engine.complete(make(max_tokens=1))
