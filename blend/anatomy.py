@@ -21,12 +21,11 @@ import torch
 from torch import nn
 
 from .interfaces import CosSin
-from .layer_passes import CachePass
+from .layer_passes import CachePass, Pair
 
 CACHE_NAMES = "past_key_values", "layer_past", "past_key_value"
 SHARED_KV = "shared_kv_states"
 PROBED = (0, 3, 4, 11, 40, 41, 77)  # positions of the tokens that are run
-Pair = tuple[torch.Tensor, torch.Tensor]
 Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
