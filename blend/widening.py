@@ -24,12 +24,7 @@ FIRST_RATIO, WIDE_RATIO = 0.05, 0.3  # of the two rounds
 
 
 def widening_steps(
-    runner: ModelRunner,
-    prompt: Prompt,
-    ratio: float,
-    max_loss_nats: float,
-    source: LayerSource,
-    sink: LayerSink | None = None,
+    runner: ModelRunner, prompt: Prompt, ratio: float, max_loss_nats: float, source: LayerSource, sink: LayerSink | None = None
 ) -> Generator[LayerReport, None, FusionResult]:
     """Blend a prompt at `ratio`, and again at `WIDE_RATIO` where its first token moved too far; a layer a step.
 

@@ -35,16 +35,7 @@ from cacheblend.blend.attention import Rows
 from cacheblend.blend.cpu_modules import with_fused_norms, with_modules
 from cacheblend.blend.decoder import ROWS_AT_ONCE
 from cacheblend.blend.interfaces import CosSin
-from cacheblend.blend.layer_passes import (
-    AsCached,
-    IsolatedPass,
-    QuestionPass,
-    RowsPass,
-    Run,
-    SharedPrefix,
-    prefix_mask,
-    runs,
-)
+from cacheblend.blend.layer_passes import AsCached, IsolatedPass, QuestionPass, RowsPass, Run, SharedPrefix, prefix_mask, runs
 from cacheblend.store import LayerPair
 
 from .cpu_attention import CpuAttention, CpuRowsPass
