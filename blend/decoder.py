@@ -326,9 +326,7 @@ class Decoder:
         cos_sin_S = (cos_sin_N[0][:, rows.on_device_S], cos_sin_N[1][:, rows.on_device_S])
         return self._step(self._fused_layers[layer], layer, hidden_1SM, rows.on_device_S, cos_sin_S, question)
 
-    def run_isolated(
-        self, sequences: Sequence[Sequence[int]], shared: SharedPrefix | None = None
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def run_isolated(self, sequences: Sequence[Sequence[int]], shared: SharedPrefix | None = None) -> Iterator[Pair]:
         together = list(runs([len(ids) for ids in sequences]))
         first = 0 if shared is None else shared.tokens
         positions_N = torch.cat([torch.arange(first, first + len(ids), device=self.device) for ids in sequences])

@@ -330,9 +330,7 @@ class VllmRunner:
         question.form = self._stubs[layer]
         return self._run(self._fused_layers[layer], layer, hidden_2SM, rows.on_device_S, question)
 
-    def run_isolated(
-        self, sequences: Sequence[Sequence[int]], shared: SharedPrefix | None = None
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def run_isolated(self, sequences: Sequence[Sequence[int]], shared: SharedPrefix | None = None) -> Iterator[LayerPair]:
         """A single sequence runs as in vLLM's own prefill."""
         device = self.geometry.device
         together = list(runs([len(ids) for ids in sequences]))
