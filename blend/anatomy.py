@@ -21,12 +21,11 @@ import torch
 from torch import nn
 
 from .interfaces import CosSin
-from .layer_passes import CachePass
+from .layer_passes import CachePass, Pair
 
 CACHE_NAMES = "past_key_values", "layer_past", "past_key_value"
 SHARED_KV = "shared_kv_states"
 PROBED = (0, 3, 4, 11, 40, 41, 77)  # positions of the tokens that are run
-Pair = tuple[torch.Tensor, torch.Tensor]
 Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -371,17 +370,7 @@ def examine(run: Run, tables: Sequence[tuple[Hashable, CosSin]]) -> list[LayerAn
             if id(plain.seen[0]) not in keepers:
                 raise UnblendableError("a layer keeps no KV and reads no earlier layer's")
             shared = found[keepers[id(plain.seen[0])]]
-            query = find_rotation(plain.query, turned.query, cos_sin, plain.attention)
-            found.append(
-                replace(
-                    shared,
-                    kind=(table, "shared"),
-                    query_rotation=query,
-                    query_heads=plain.query.shape[1],
-                    query_size=plain.query.shape[-1],
-                    attention=plain.attention,
-                )
-            )
+            found.append(replace(shared, kind=(table, "shared"), **_attention_of(plain, turned, cos_sin)))
             continue
         keepers[id(plain.seen[0])] = layer
         kept.append(plain.seen[0])  # an identity is unique as long as its tensor lives
@@ -416,12 +405,19 @@ def _keeper(layer: int, table: Hashable, cos_sin: CosSin, plain: Probe, turned: 
         sizes=(one, other),
         rotated=rotated,
         rotation=rotation,
-        query_rotation=find_rotation(plain.query, turned.query, cos_sin, plain.attention),
         caches_keys=all(x is y for x, y in zip(plain.seen, plain.cached, strict=True)),
-        query_heads=plain.query.shape[1],
-        query_size=plain.query.shape[-1],
-        attention=plain.attention,
+        **_attention_of(plain, turned, cos_sin),
     )
+
+
+def _attention_of(plain: Probe, turned: Probe, cos_sin: CosSin) -> dict[str, Any]:
+    """The fields of `LayerAnatomy` that tell of a layer's queries and attention, whoever keeps its KV."""
+    return {
+        "query_rotation": find_rotation(plain.query, turned.query, cos_sin, plain.attention),
+        "query_heads": plain.query.shape[1],
+        "query_size": plain.query.shape[-1],
+        "attention": plain.attention,
+    }
 
 
 def find_layers(tree: Any, count: int) -> tuple[str, str]:

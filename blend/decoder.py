@@ -17,23 +17,20 @@ import threading
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
 from torch import nn
 
-from .anatomy import PROBED, Attended, LayerAnatomy, LayerCall, Pair, Probe, Projection, UnblendableError, examine, find_layers
+from .anatomy import PROBED, Attended, LayerAnatomy, LayerCall, Probe, Projection, UnblendableError, examine, find_layers
 from .attention import ChunkWindow, Rows
 from .cpu_modules import PackedLinear, RowPieces, is_worth_packing, packed, with_fused_norms, with_modules
 from .families import RotaryOfRows, max_positions_of, rope_border, turn_rows_alone
 from .generation import DecodeKernel, DecodePass, OneSequencePass, SequenceKV, decode_kernel
 from .interfaces import CosSin, KVGeometry, LayerKV, ResidentLayers
-from .layer_passes import IsolatedPass, LayerPass, QuestionPass, RowsPass, Run, SharedPrefix, prefix_mask, runs
+from .layer_passes import IsolatedPass, LayerPass, Pair, QuestionPass, RowsPass, Run, SharedPrefix, prefix_mask, runs
 from .prompt import FusionResult, Prompt, Segment
-
-if TYPE_CHECKING:
-    from transformers import DynamicCache, PreTrainedModel
 
 IMPLEMENTATION = "cacheblend"
 ROWS_AT_ONCE = 4096  # in one attention call; layer 0 is fastest in one from position 0 on
@@ -130,7 +127,7 @@ class Decoder:
     rows_at_once = ROWS_AT_ONCE
     rope_border: int | None = None
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: transformers.PreTrainedModel) -> None:
         _register_attention()
         self._reference_config = model.config
         self.config = model.config.get_text_config(decoder=True)
@@ -261,7 +258,7 @@ class Decoder:
         is_plain = anatomy.source == layer and anatomy.caches_keys and not anatomy.is_packed
         return decode_kernel(self.geometry, anatomy.query_heads, layer) if is_plain else None
 
-    def empty_cache(self) -> DynamicCache:
+    def empty_cache(self) -> transformers.DynamicCache:
         return transformers.DynamicCache(config=self._reference_config)
 
     def embed(self, token_ids_S: torch.Tensor) -> torch.Tensor:
@@ -329,9 +326,7 @@ class Decoder:
         cos_sin_S = (cos_sin_N[0][:, rows.on_device_S], cos_sin_N[1][:, rows.on_device_S])
         return self._step(self._fused_layers[layer], layer, hidden_1SM, rows.on_device_S, cos_sin_S, question)
 
-    def run_isolated(
-        self, sequences: Sequence[Sequence[int]], shared: SharedPrefix | None = None
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def run_isolated(self, sequences: Sequence[Sequence[int]], shared: SharedPrefix | None = None) -> Iterator[Pair]:
         together = list(runs([len(ids) for ids in sequences]))
         first = 0 if shared is None else shared.tokens
         positions_N = torch.cat([torch.arange(first, first + len(ids), device=self.device) for ids in sequences])

@@ -12,13 +12,12 @@ from cacheblend.base.errors import UnsupportedModelError
 
 from .config import FusionConfig
 from .generation import NextToken, SequenceKV
-from .prompt import Segment
+from .prompt import FusionResult, Segment
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
 
     from .fusor import Fusor
-    from .prompt import FusionResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

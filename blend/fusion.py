@@ -9,20 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from .attention import Rows, row_kernel, upload
+from .attention import Rows, Turn, row_kernel, upload
 from .decoder import Decoder
 from .interfaces import CosSin, LayerKV, LayerSink, LayerSource, ModelRunner
 from .layer_passes import Question, QuestionPass, question_rows
 from .prompt import FusionResult, LayerReport, Prompt
 from .selectors import SelectionStep, Selector
-
-if TYPE_CHECKING:
-    from .attention import Turn
 
 # Rows of a check that are projected together: what they need stays near the caches.
 PROJECTED_AT_ONCE = 512

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from cacheblend.store import LayerPair
@@ -33,7 +34,6 @@ from .layer_passes import CachePass, scores_of
 from .prompt import FusionResult
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import DynamicCache, PreTrainedModel
 
 SOURCE = Path(__file__).with_name("decode_attention.c")
@@ -48,12 +48,7 @@ class SequenceLayerKV:
     """
 
     def __init__(
-        self,
-        k_HKD: torch.Tensor,
-        v_HKD: torch.Tensor,
-        window: int | None,
-        memory_21HCD: torch.Tensor | None = None,
-        start: int = 0,
+        self, k_HKD: Tensor, v_HKD: Tensor, window: int | None, memory_21HCD: Tensor | None = None, start: int = 0
     ) -> None:
         self._window, self._start = window, start
         if memory_21HCD is None:
@@ -61,7 +56,7 @@ class SequenceLayerKV:
         else:
             self._hold((memory_21HCD[0, 0], memory_21HCD[1, 0]), k_HKD.shape[1])
 
-    def append(self, k_H1D: torch.Tensor, v_H1D: torch.Tensor) -> None:
+    def append(self, k_H1D: Tensor, v_H1D: Tensor) -> None:
         """Add the next position."""
         self.begin_append()
         for x_HCD, x_H1D in zip(self._kv, (k_H1D, v_H1D), strict=True):
@@ -90,8 +85,8 @@ class SequenceLayerKV:
         seen = 0 if self._window is None else first_seen(self._start + self._used - 1, self._window)
         return max(0, int(seen) - self._start)
 
-    def _move(self, k_HKD: torch.Tensor, v_HKD: torch.Tensor) -> None:
-        used, kv = k_HKD.shape[1], list[torch.Tensor]()
+    def _move(self, k_HKD: Tensor, v_HKD: Tensor) -> None:
+        used, kv = k_HKD.shape[1], list[Tensor]()
         for x_HKD in (k_HKD, v_HKD):
             heads, _, size = x_HKD.shape
             shape = (heads, used + GROWTH_TOKENS, size)
@@ -99,7 +94,7 @@ class SequenceLayerKV:
             kv[-1][:, :used] = x_HKD
         self._hold(kv, used)
 
-    def _hold(self, kv: Sequence[torch.Tensor], used: int) -> None:
+    def _hold(self, kv: Sequence[Tensor], used: int) -> None:
         """Keys and values (H, C, D), whose heads may be of different sizes where no kernel reads them."""
         self._kv, self._used = (kv[0], kv[1]), used
         self._at = (kv[0].data_ptr(), kv[1].data_ptr(), kv[0].stride(0))
@@ -115,7 +110,7 @@ class SequenceKV:
         self.tokens, self.token_ids = int(fused.cache.get_seq_length()), list(fused.token_ids)
         every: list[Any] = fused.cache.layers
         layers = [layer for layer in every if layer.keys is not None]  # others keep none
-        memory: list[torch.Tensor | None] = [None] * len(layers)
+        memory: list[Tensor | None] = [None] * len(layers)
         if self.tokens == len(fused.token_ids):  # else tokens were generated already, and the cache is in other memory
             memory = fused.take_memory() or memory
         self.layers = [
@@ -130,16 +125,14 @@ class DecodePass(CachePass):
     def __init__(self, layers: Sequence[SequenceLayerKV], kernel: DecodeKernel | None = None) -> None:
         self._layers, self._kernel = layers, kernel
 
-    def update(self, k_1HRD: torch.Tensor, v_1HRD: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, k_1HRD: Tensor, v_1HRD: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
         """Append each sequence's key and value to its own KV; with a kernel `attend` does."""
         if self._kernel is None:
             for row, kv in enumerate(self._layers):
                 kv.append(k_1HRD[0, :, row : row + 1], v_1HRD[0, :, row : row + 1])
         return k_1HRD, v_1HRD
 
-    def attend(
-        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
-    ) -> torch.Tensor:
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Tensor:
         """Attention output (1, R, Q, D), each row over its own sequence's keys."""
         scores = scores_of(q, kw)
         if self._kernel is not None:
@@ -158,27 +151,20 @@ class OneSequencePass(CachePass):
     def __init__(self, kv: SequenceLayerKV) -> None:
         self._kv = kv
 
-    def update(self, k_1H1D: torch.Tensor, v_1H1D: torch.Tensor, layer: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, k_1H1D: Tensor, v_1H1D: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
         """Append the pair; returns all that the token sees."""
         self._kv.append(k_1H1D[0], v_1H1D[0])
         k_HKD, v_HKD = self._kv.visible()
         return k_HKD[None], v_HKD[None]
 
-    def attend(
-        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kw: Any
-    ) -> torch.Tensor:
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Tensor:
         """Attention output (1, 1, Q, E)."""
         return _attend_one(q[0, :, 0], k[0], v[0], **scores_of(q, kw))[None, None]
 
 
 def _attend_one(
-    q_QD: torch.Tensor,
-    k_HKD: torch.Tensor,
-    v_HKD: torch.Tensor,
-    scaling: float,
-    softcap: float | None = None,
-    sinks_Q: torch.Tensor | None = None,
-) -> torch.Tensor:
+    q_QD: Tensor, k_HKD: Tensor, v_HKD: Tensor, scaling: float, softcap: float | None = None, sinks_Q: Tensor | None = None
+) -> Tensor:
     """Output (Q, D) of one row that sees all keys given."""
     q_HGD = q_QD.unflatten(0, (k_HKD.shape[0], -1))  # the query heads of one KV head are rows over the same keys
     if softcap is None and sinks_Q is None:
@@ -195,14 +181,14 @@ class DecodeKernel:
 
     def attend(
         self,
-        q_1QRD: torch.Tensor,
-        k_1HRD: torch.Tensor,
-        v_1HRD: torch.Tensor,
+        q_1QRD: Tensor,
+        k_1HRD: Tensor,
+        v_1HRD: Tensor,
         layers: Sequence[SequenceLayerKV],
         scaling: float,
         softcap: float | None,
-        sinks_Q: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        sinks_Q: Tensor | None = None,
+    ) -> Tensor:
         """Append each sequence's key and value; output (1, R, Q, D) of its query."""
         _, heads, count, size = q_1QRD.shape
         words: list[int] = []
@@ -275,7 +261,7 @@ class NextToken:
             self._random.manual_seed(seed)
         self.token_ids: list[int] = []
 
-    def draw(self, logits_V: torch.Tensor) -> int:
+    def draw(self, logits_V: Tensor) -> int:
         """The next token after float32 logits (V,); it is added to `token_ids`."""
         scores_1V = logits_V[None]
         if self._processors:

@@ -20,6 +20,8 @@ from cacheblend.base.memory import HUGE_PAGE_BYTES, BufferPool
 if TYPE_CHECKING:
     from transformers import DynamicCache
 
+    from cacheblend.store import LayerPair
+
     from .attention import Rows
     from .layer_passes import QuestionPass, SharedPrefix
     from .prompt import Prompt
@@ -143,9 +145,7 @@ class ModelRunner(Protocol):
     ) -> torch.Tensor:
         """Run rows through one layer, `question.update` and `question.attend` in the place of its attention."""
 
-    def run_isolated(
-        self, sequences: Sequence[Sequence[int]], shared: SharedPrefix | None = None
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def run_isolated(self, sequences: Sequence[Sequence[int]], shared: SharedPrefix | None = None) -> Iterator[LayerPair]:
         """Position-free keys and values (1, H, N, D), layer by layer, of sequences that do not see each other.
 
         Args:

@@ -17,18 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .attention import Block, Rows, attend, attention_weights, first_seen, row_kernel, upload
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from .interfaces import LayerKV
-    from .prompt import Prompt
+from .interfaces import LayerKV
+from .prompt import Prompt
 
 # Only the last MAX_QUESTION_TOKENS question tokens run the question pass; each costs as much as a recomputed token.
 MAX_QUESTION_TOKENS = 64

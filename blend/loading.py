@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -18,9 +18,6 @@ from .families import drops_softcap, exact_reason, fingerprint_directory, finger
 from .gguf_file import convert_gguf, has_tokenizer_files, is_gguf
 from .interfaces import KVGeometry
 from .models import KNOWN_MODELS, find_model
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 DTypeOption = torch.dtype | str  # "auto", or a name of `DTYPES`
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -93,7 +90,7 @@ def _no_model(name: str, why: object) -> InputError:
 
 def load_model(
     path_or_hub_id: str, device: str | torch.device, dtype: DTypeOption, **kwargs: Any
-) -> tuple[PreTrainedModel, str]:
+) -> tuple[transformers.PreTrainedModel, str]:
     """The causal LM in evaluation mode, and its fingerprint. Never runs code that comes with a model.
 
     See `locate_model` for the name, and `choose_dtype` for "auto"; `kwargs` are for transformers.

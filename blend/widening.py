@@ -10,29 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from .attention import upload
 from .fidelity import first_token_kl_nats
 from .fusion import Fusion
+from .interfaces import LayerSink, LayerSource, ModelRunner
+from .prompt import FusionResult, LayerReport, Prompt
 from .selectors.question_attention import QuestionAttention
-
-if TYPE_CHECKING:
-    from .interfaces import LayerSink, LayerSource, ModelRunner
-    from .prompt import FusionResult, LayerReport, Prompt
 
 FIRST_RATIO, WIDE_RATIO = 0.05, 0.3  # of the two rounds
 
 
 def widening_steps(
-    runner: ModelRunner,
-    prompt: Prompt,
-    ratio: float,
-    max_loss_nats: float,
-    source: LayerSource,
-    sink: LayerSink | None = None,
+    runner: ModelRunner, prompt: Prompt, ratio: float, max_loss_nats: float, source: LayerSource, sink: LayerSink | None = None
 ) -> Generator[LayerReport, None, FusionResult]:
     """Blend a prompt at `ratio`, and again at `WIDE_RATIO` where its first token moved too far; a layer a step.
 

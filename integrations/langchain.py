@@ -11,7 +11,7 @@ from contextlib import closing
 from operator import itemgetter
 from typing import Any
 
-from cacheblend.base.errors import needs_extra
+from cacheblend.base.errors import InputError, needs_extra
 
 with needs_extra("langchain"):
     from langchain_core.callbacks import CallbackManagerForLLMRun, CallbackManagerForRetrieverRun
@@ -27,7 +27,6 @@ with needs_extra("langchain"):
     from langchain_core.utils.function_calling import convert_to_json_schema
     from pydantic import BaseModel, ConfigDict, PrivateAttr, SkipValidation
 
-from cacheblend.base.errors import InputError
 from cacheblend.retriever import Chunk
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.prompt import Message

@@ -61,10 +61,7 @@ class Retriever(IndexedDocuments):
     """
 
     def __init__(
-        self,
-        config: RetrieverConfig,
-        tokenizer: PreTrainedTokenizerBase | Tokenizer,
-        embedder: Embedder | None = None,
+        self, config: RetrieverConfig, tokenizer: PreTrainedTokenizerBase | Tokenizer, embedder: Embedder | None = None
     ) -> None:
         self.config = config
         self.splitter = Splitter(tokenizer, config)

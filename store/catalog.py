@@ -193,13 +193,8 @@ class Catalog:
             yield CatalogEntry(ChunkKey(*row[:4]), *row[4:])
 
     def is_miscounted(self) -> bool:
-        """Whether totals are not what they are when counted anew.
-
-        Raises:
-            StoreDirectoryError: the file's own structure is broken.
-        """
-        self.database.check()
-        return self._totals_are_wrong()
+        """Whether totals are not what they are when counted anew."""
+        return bool(self.database.rows("SELECT * FROM totals") != self.database.rows(_TOTALS))
 
     def count_unowned(self) -> int:
         """Count the entries that no document refers to."""
@@ -213,9 +208,6 @@ class Catalog:
             transaction.execute("DELETE FROM totals")
             transaction.execute(f"INSERT INTO totals {_TOTALS}")
 
-    def _totals_are_wrong(self) -> bool:
-        return bool(self.database.rows("SELECT * FROM totals") != self.database.rows(_TOTALS))
-
     def _check_rows(self) -> None:
         """Refuse rows of which a bad disk has altered a value's kind, and repair what follows from others."""
         for table in _TABLES:  # SQLite does not hold a value against its column's type when it reads
@@ -228,7 +220,7 @@ class Catalog:
                 logger.warning("rows of the table %s with damaged keys are dropped; `store verify --repair` finds files", table)
                 with self.database.transaction() as transaction:
                     transaction.execute(f"DELETE FROM {table} WHERE {_NO_DIGEST}")
-        if self._totals_are_wrong():
+        if self.is_miscounted():
             logger.warning("the totals of the catalog are not those of its rows, and are counted anew")
             self.count_anew()
         if self.database.rows("SELECT 1 FROM entries WHERE used_ns > ? LIMIT 1", _MAX_NS):

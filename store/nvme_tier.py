@@ -243,6 +243,7 @@ class NvmeTier:
         """Compare catalog and files, and check every header and layer; see `KVStore.verify`. The store may be in use."""
         leftovers = self.leftovers(remove=repair)
         with self.exclusive():
+            self.catalog.database.check()
             if (miscounted := self.catalog.is_miscounted()) and repair:
                 self.catalog.count_anew()
         total, _ = self.size()

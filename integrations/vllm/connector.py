@@ -301,8 +301,7 @@ def check_against_engine(worker: Any, fusor: Fusor, ranks: VllmRunner) -> None:
             stored = Segment(chunk, fusor.precompute(chunk, prefix))  # after the very tokens that stand before it
             for ratio in (1.0, 0.0):
                 config, sink = FusionConfig(recompute_ratio=ratio), PageSink(ranks, size, block_ids, 0, tokens)
-                for _ in fusor.fuse_steps([Segment(prefix), stored, Segment(suffix)], config, sink=sink):
-                    pass
+                fusor.fuse_steps([Segment(prefix), stored, Segment(suffix)], config, sink=sink).run()
                 blended = _run(worker, ids, tokens - 1, block_ids)
                 _compare(name, fusor.runner.geometry.dtype, exact, blended, ratio)
     except (RuntimeError, AttributeError, TypeError, KeyError, IndexError) as error:

@@ -35,16 +35,7 @@ from cacheblend.blend.attention import Rows
 from cacheblend.blend.cpu_modules import with_fused_norms, with_modules
 from cacheblend.blend.decoder import ROWS_AT_ONCE
 from cacheblend.blend.interfaces import CosSin
-from cacheblend.blend.layer_passes import (
-    AsCached,
-    IsolatedPass,
-    QuestionPass,
-    RowsPass,
-    Run,
-    SharedPrefix,
-    prefix_mask,
-    runs,
-)
+from cacheblend.blend.layer_passes import AsCached, IsolatedPass, QuestionPass, RowsPass, Run, SharedPrefix, prefix_mask, runs
 from cacheblend.store import LayerPair
 
 from .cpu_attention import CpuAttention, CpuRowsPass
@@ -339,9 +330,7 @@ class VllmRunner:
         question.form = self._stubs[layer]
         return self._run(self._fused_layers[layer], layer, hidden_2SM, rows.on_device_S, question)
 
-    def run_isolated(
-        self, sequences: Sequence[Sequence[int]], shared: SharedPrefix | None = None
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def run_isolated(self, sequences: Sequence[Sequence[int]], shared: SharedPrefix | None = None) -> Iterator[LayerPair]:
         """A single sequence runs as in vLLM's own prefill."""
         device = self.geometry.device
         together = list(runs([len(ids) for ids in sequences]))

@@ -197,11 +197,10 @@ class BlendWorker:
             prefix = yield from self._prefix_segment(prompt.prefix)
             # 2. Plan: more is recomputed where that hides beside loading. What full recompute gives as soon is left to vLLM,
             #    and so are chunks that all look alike.
-            r_star = self._engine.loader.quality_ratio
             nats = self._engine.fusion.max_loss_nats if job.ratio is None else None
             policy = BlendPolicy(
                 ratio=job.ratio,
-                quality_ratio=r_star,
+                quality_ratio=self._engine.loader.quality_ratio,
                 layers=geometry.layers,
                 controller=self._controller,
                 widens=nats is not None,
