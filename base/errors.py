@@ -6,6 +6,7 @@ for `ConfigError` and `InputError`; a traceback is printed only with `--debug`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -107,11 +108,11 @@ class ServiceError(CacheBlendError):
 
 
 class QueueFullError(ServiceError):
-    """Too many requests wait; try again after `retry_after_s` seconds."""
+    """Too many requests wait; try again after `retry_after_s` seconds, which are rounded up and at least 1."""
 
-    def __init__(self, message: str, retry_after_s: int) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+    def __init__(self, why: str, retry_after_s: float) -> None:
+        self.retry_after_s = max(1, math.ceil(retry_after_s))
+        super().__init__(f"{why}; try again in {self.retry_after_s} s")
 
 
 class DeadlineError(ServiceError):

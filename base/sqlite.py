@@ -127,13 +127,8 @@ class Database:
 def committed(connection: sqlite3.Connection) -> Iterator[None]:
     """Commit all statements executed inside, or none."""
     connection.execute("BEGIN IMMEDIATE")
-    try:
+    with connection:  # commits, or rolls back
         yield
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import codecs
 import functools
-import math
 import re
 import time
 from collections import Counter
@@ -19,10 +18,11 @@ import numpy as np
 import torch
 
 from cacheblend.base.errors import ConfigError
+from cacheblend.base.options import check_share, check_whole, is_number
 from cacheblend.blend import FusionResult, Fusor, NextToken, SequenceKV
 
 from .grammar import Grammar
-from .reasoning import ThoughtReader, Thoughts
+from .reasoning import ThoughtReader, Thoughts, begun_size
 
 LEAST_TEMPERATURE = 1e-5  # logits over less leave float32's range, and the likeliest token is drawn anyway
 UNFINISHED = "\ufffd"  # how a tokenizer decodes the first bytes of a character
@@ -66,13 +66,10 @@ class Sampling:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        temperature, top_p, top_k = self.temperature, self.top_p, self.top_k
-        if not isinstance(temperature, int | float) or not math.isfinite(temperature) or temperature < 0:
-            raise ConfigError("temperature", temperature, "0 (greedy) or above")
-        if not isinstance(top_p, int | float) or not 0 <= top_p <= 1:
-            raise ConfigError("top_p", top_p, "0 to 1")
-        if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < -1:
-            raise ConfigError("top_k", top_k, "a whole number of at least 1, or 0 or -1 for all tokens")
+        if not is_number(self.temperature) or self.temperature < 0:
+            raise ConfigError("temperature", self.temperature, "0 (greedy) or above")
+        check_share("top_p", self.top_p)
+        check_whole("top_k", self.top_k, at_least=-1)
 
     def generation_options(self, tokenizer: Any) -> dict[str, Any]:
         """The options that `generate` knows, for a model with this tokenizer."""
@@ -261,7 +258,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), hidden: frozenset[int] | None = None) -> None:
         self._tokenizer, self._stop = tokenizer, re.compile("|".join(map(re.escape, stop))) if stop else None
-        self._begun_stops = frozenset(one[:size] for one in stop for size in range(1, len(one)))
+        self._stop_strings = tuple(stop)
         self._longest_stop = max(map(len, stop), default=0)
         self._without_text = frozenset(tokenizer.all_special_ids) if hidden is None else hidden
         self._skips_special = hidden is None
@@ -284,7 +281,7 @@ class TextStream:
         elif upto - self._read_from > MAX_UNDECODED:
             settled = self._settled(decoded)
             self._append(self._decode(settled)[len(known) :], settled)
-        return self._return(0 if self.stop_string is not None else self._possible_stop())
+        return self._return(0 if self.stop_string is not None else begun_size(self.text, self._stop_strings))
 
     def finish(self) -> str:
         """Return the text that was held back, but for a character whose bytes have not all come."""
@@ -315,11 +312,6 @@ class TextStream:
         self._context_from, self._read_from = self._read_from, read_from
         if self._stop is not None and (found := self._stop.search(self.text, searched_from)):
             self.text, self.stop_string = self.text[: found.start()], found[0]
-
-    def _possible_stop(self) -> int:
-        """Length of the longest end of the text that a stop string begins with."""
-        sizes = range(min(self._longest_stop - 1, len(self.text)), 0, -1)
-        return next((size for size in sizes if self.text[-size:] in self._begun_stops), 0)
 
     def _return(self, held_back: int) -> str:
         upto = max(self._returned, len(self.text) - held_back)

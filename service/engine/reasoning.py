@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -103,6 +103,12 @@ class Thoughts:
         return f"start: {start}\n{thoughts}\nspace: /[ \\n]{{1,4}}/\n"
 
 
+def begun_size(text: str, marks: Iterable[str]) -> int:
+    """Length of the longest end of a text that one of some marks begins with, and does not end."""
+    sizes = ((size, mark) for mark in marks for size in range(min(len(mark) - 1, len(text)), 0, -1))
+    return max((size for size, mark in sizes if text.endswith(mark[:size])), default=0)
+
+
 class ThoughtReader:
     """Parts one answer's text, as it comes, into thoughts and what is said. White space around thoughts is dropped.
 
@@ -156,15 +162,13 @@ class ThoughtReader:
 
     def _uncertain(self) -> int:
         """How many of the last characters may belong to a mark, or to white space at the thoughts' end."""
-        held, marks = self._held, self._marks()
+        held = self._held
         if self._state == START:
             if self._format.opens.startswith(held.lstrip()):
                 return len(held)
             self._state = SAID
             return 0
-        longest = max(map(len, marks), default=1) - 1
-        sizes = range(min(longest, len(held)), 0, -1)
-        size = next((size for size in sizes if any(mark.startswith(held[-size:]) for mark in marks)), 0)
+        size = begun_size(held, self._marks())
         return len(held) - len(held[: len(held) - size].rstrip()) if self._state == THOUGHTS else size
 
     def _switch(self, mark: str) -> None:

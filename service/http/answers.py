@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from cacheblend.service.engine.decoding import Piece, TextStream, TokenLogprob
+from cacheblend.service.engine.reasoning import begun_size
 from cacheblend.service.engine.request import PLAN_FIELDS, REASONS, Done, Request, chunk_origin
 
 from .schemas import ChatBody, CompletionBody, GenerationBody
@@ -150,7 +151,7 @@ class CallReader:
             return ""
         start = held.find(OPENS)
         self._holds_all = start >= 0
-        upto = start if start >= 0 else len(held) - _begun(held)
+        upto = start if start >= 0 else len(held) - begun_size(held, [OPENS])
         self._held, self._has_given = [held[upto:]], self._has_given or upto > 0
         return held[:upto]
 
@@ -207,11 +208,6 @@ class CallReader:
 def _as_call(name: str, arguments: str) -> Call:
     id_ = secrets.token_hex(5)[:9]  # Mistral's templates want 9
     return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _begun(text: str) -> int:
-    """Length of the longest end of a text that a call begins with."""
-    return next((size for size in range(min(len(OPENS) - 1, len(text)), 0, -1) if OPENS.startswith(text[-size:])), 0)
 
 
 def answer_report(body: GenerationBody, served: Request, done: Done) -> dict[str, Any]:

@@ -412,8 +412,7 @@ class Guard:
         more = max(0, read_bytes - UNCOUNTED_BYTES) - counted[tenant]
         own_bytes, all_bytes = self._held[tenant] + more, self._held.total() + more
         if more and (own_bytes > BODIES_OF_TENANT * self._longest or all_bytes > BODIES * self._longest):
-            why = f"unanswered requests have too many bytes of bodies together; try again in {RETRY_AFTER_S} s"
-            raise QueueFullError(why, RETRY_AFTER_S)
+            raise QueueFullError("unanswered requests have too many bytes of bodies together", RETRY_AFTER_S)
         self._held[tenant] += more
         counted[tenant] += more
 

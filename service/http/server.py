@@ -98,9 +98,7 @@ class Server:
             self.token_bytes = lru_cache(None)(partial(token_bytes, fusor.tokenizer))  # at most one of each word
             limits = scheduler.config
             self.preparing = preparing = CallPool("preparing requests", limits.max_waiting, at_once=4)
-            background = partial(
-                CallPool, pauses_while=lambda: scheduler.is_busy or preparing.is_busy, share=BACKGROUND_SHARE, low_priority=True
-            )
+            background = partial(CallPool, pauses_while=lambda: scheduler.is_busy or preparing.is_busy, share=BACKGROUND_SHARE)
             self.uploads = background("uploads", limits.max_uploads)
             self.document_calls = CallPool("calls about documents", MAX_DOCUMENT_CALLS, per_tenant=2)
             self.embeddings = background("embeddings", MAX_DOCUMENT_CALLS, per_tenant=MAX_DOCUMENT_CALLS)

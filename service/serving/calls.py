@@ -52,18 +52,13 @@ class Call(Generic[_Result]):
         with suppress(InvalidStateError):  # it is answered
             self.future.set_exception(error)
 
-    @property
-    def over(self) -> BaseException | None:
-        """Why the call should not go on; None while it should."""
-        is_late = time.perf_counter() - self.arrived > self.deadline_s
-        if self._given_up is not None or not is_late or (self.until_begun and self.begun is not None):
-            return self._given_up
-        return late_error(self.deadline_s)
-
     def check(self) -> None:
-        """Raise if the call is over."""
-        if (error := self.over) is not None:
-            raise error
+        """Raise if the call was given up, or is late."""
+        if self._given_up is not None:
+            raise self._given_up
+        has_deadline = self.begun is None or not self.until_begun
+        if has_deadline and time.perf_counter() - self.arrived > self.deadline_s:
+            raise late_error(self.deadline_s)
 
     def run(self, check: Check) -> None:
         """Do the work, and set its outcome, unless the call was given up meanwhile."""
@@ -89,8 +84,7 @@ class CallPool:
         per_tenant: calls of one tenant that run at once; those that check run a batch each in turn.
         at_once: calls of all tenants that run at once.
         pauses_while: says whether requests run; while they do, the pool's calls work for `share` of the time together.
-        share: above 0 to 1.
-        low_priority: whether the threads have a low priority (`lower_priority`).
+        share: above 0 to 1; below 1 the threads have a low priority (`lower_priority`).
     """
 
     def __init__(
@@ -102,10 +96,9 @@ class CallPool:
         at_once: float = math.inf,
         pauses_while: Callable[[], bool] = lambda: False,
         share: float = 1.0,
-        low_priority: bool = False,
     ) -> None:
         self._name, self._max_calls, self._per_tenant, self._at_once = name, max_calls, per_tenant, at_once
-        self._pauses_while, self._share, self._low_priority = pauses_while, share, low_priority
+        self._pauses_while, self._share = pauses_while, share
         self._lock = threading.RLock()
         self._waiting: list[Call[Any]] = []
         self._running: dict[Call[Any], threading.Thread] = {}
@@ -126,8 +119,7 @@ class CallPool:
             if self._closing:
                 raise stopping_error()
             if (own := self.count(call.tenant)) >= self._max_calls:
-                retry_after_s = max(1, math.ceil(own * self._mean_s))
-                raise QueueFullError(f"{own} {self._name} wait or run already; try again in {retry_after_s} s", retry_after_s)
+                raise QueueFullError(f"{own} {self._name} wait or run already", own * self._mean_s)
             self._waiting.append(call)
             self._start()
 
@@ -191,7 +183,7 @@ class CallPool:
     def _run(self, call: Call[Any]) -> None:
         began = time.perf_counter()
         try:
-            if self._low_priority:
+            if self._share < 1:
                 lower_priority()
             call.run(lambda: self._between_batches(call))
         finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -193,11 +192,8 @@ class Scheduler(Closing):
         with self._changed:
             waiting = preparing + sum(request.tenant == tenant for request in self._waiting)
         if waiting >= self.config.max_waiting:
-            retry_after_s = max(1, math.ceil(waiting * self._prefill_s))
-            raise QueueFullError(
-                f"{waiting} requests wait already (max_waiting={self.config.max_waiting}); try again in {retry_after_s} s",
-                retry_after_s,
-            )
+            why = f"{waiting} requests wait already (max_waiting={self.config.max_waiting})"
+            raise QueueFullError(why, waiting * self._prefill_s)
 
     @property
     def state(self) -> SchedulerState:
