@@ -59,7 +59,7 @@ def test_chunks_are_searched_in_all_documents(documents: Path, embedder: FakeEmb
     assert tokenizer.decode(rooms.prompt.suffix) == "Question: Where are rooms booked?\nAnswer:"
     empty = documents.parent / "empty"
     empty.mkdir()
-    with pytest.raises(InputError, match="holds no"):
+    with pytest.raises(InputError, match="no file of"):
         list(DocumentsSource(documents=str(empty), questions=str(questions)).requests(tokenizer, None, embedder))
 
 
