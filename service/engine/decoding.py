@@ -22,7 +22,7 @@ from cacheblend.base.options import check_share, check_whole, is_number
 from cacheblend.blend import FusionResult, Fusor, NextToken, SequenceKV
 
 from .grammar import Grammar
-from .reasoning import ThoughtReader, Thoughts, begun_size
+from .reasoning import ThoughtReader, Thoughts
 
 LEAST_TEMPERATURE = 1e-5  # logits over less leave float32's range, and the likeliest token is drawn anyway
 UNFINISHED = "\ufffd"  # how a tokenizer decodes the first bytes of a character
@@ -258,7 +258,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), hidden: frozenset[int] | None = None) -> None:
         self._tokenizer, self._stop = tokenizer, re.compile("|".join(map(re.escape, stop))) if stop else None
-        self._stop_strings = tuple(stop)
+        self._begun_stops = frozenset(one[:size] for one in stop for size in range(1, len(one)))
         self._longest_stop = max(map(len, stop), default=0)
         self._without_text = frozenset(tokenizer.all_special_ids) if hidden is None else hidden
         self._skips_special = hidden is None
@@ -281,7 +281,7 @@ class TextStream:
         elif upto - self._read_from > MAX_UNDECODED:
             settled = self._settled(decoded)
             self._append(self._decode(settled)[len(known) :], settled)
-        return self._return(0 if self.stop_string is not None else begun_size(self.text, self._stop_strings))
+        return self._return(0 if self.stop_string is not None else self._possible_stop())
 
     def finish(self) -> str:
         """Return the text that was held back, but for a character whose bytes have not all come."""
@@ -312,6 +312,11 @@ class TextStream:
         self._context_from, self._read_from = self._read_from, read_from
         if self._stop is not None and (found := self._stop.search(self.text, searched_from)):
             self.text, self.stop_string = self.text[: found.start()], found[0]
+
+    def _possible_stop(self) -> int:
+        """Length of the longest end of the text that a stop string begins with; many cost no more than one."""
+        sizes = range(min(self._longest_stop - 1, len(self.text)), 0, -1)
+        return next((size for size in sizes if self.text[-size:] in self._begun_stops), 0)
 
     def _return(self, held_back: int) -> str:
         upto = max(self._returned, len(self.text) - held_back)

@@ -104,7 +104,7 @@ class Thoughts:
 
 
 def begun_size(text: str, marks: Iterable[str]) -> int:
-    """Length of the longest end of a text that one of some marks begins with, and does not end."""
+    """Length of the longest end of a text that one of a few marks begins with, and does not end."""
     sizes = ((size, mark) for mark in marks for size in range(min(len(mark) - 1, len(text)), 0, -1))
     return max((size for size, mark in sizes if text.endswith(mark[:size])), default=0)
 

@@ -168,7 +168,7 @@ def test_penalties_and_biases(engine: Engine, openai_client: openai.OpenAI) -> N
 
 
 def test_answers_do_not_end_before_min_tokens(openai_client: openai.OpenAI, fusor: Fusor) -> None:
-    """The end of sequence is drawn once it is allowed, and never with `ignore_eos`; a whole JSON ends all the same."""
+    """The end of sequence is drawn once it is allowed, and never with `ignore_eos`; JSON that is complete ends all the same."""
     ended = {"logit_bias": {str(fusor.tokenizer.eos_token_id): 100}}
     for least, tokens, reason in (({}, 1, "stop"), ({"min_tokens": 4}, 5, "stop"), ({"ignore_eos": True}, 12, "length")):
         answer = complete(openai_client, **ended, extra_body=least)
