@@ -60,7 +60,7 @@ def _messages(file: Path) -> list[tuple[str, str]]:
         InputError: the file is no request.
     """
     try:
-        body = json.loads(file.read_text(encoding="utf-8"))
+        body = json.loads(file.read_bytes())
     except OSError as error:
         raise InputError(f"cannot read {file}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

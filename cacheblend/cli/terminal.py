@@ -150,9 +150,13 @@ def shown_stages() -> Iterator[None]:
 
 @contextmanager
 def progress_bars() -> Iterator[threads.Note]:
-    """A bar a stage on stderr, where that is a terminal and `--quiet` was not given."""
+    """A bar a stage on stderr; a line now and then where that is no terminal."""
+    if not stderr.is_terminal:
+        with LiveLine() as line:
+            yield lambda stage, done, total: line.show(f"{stage}: {done:,} of {total:,}")
+        return
     columns = (*Progress.get_default_columns(), MofNCompleteColumn())
-    with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as bars:
+    with Progress(*columns, console=stderr) as bars:
         tasks: dict[str, Any] = {}
 
         def report(stage: str, done: int, total: int) -> None:

@@ -316,7 +316,7 @@ class Guard:
         if tenant is not None:
             scope.setdefault("state", {}).update(tenant=tenant, engine=self._engines[tenant])
         elif path not in PUBLIC_PATHS or writes:
-            message = "the API key is missing or not known; send it as `Authorization: Bearer KEY`"
+            message = "the API key is missing or not known; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
             raise ApiError(401, message, code="invalid_api_key")
         if writes and origin is not None:
             self._check_origin(origin, host)

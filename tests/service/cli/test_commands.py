@@ -80,7 +80,7 @@ def test_explain(run: CommandLine, passages: Path, tmp_path: Path) -> None:
     found = run("explain", str(request), *store, "--json").json["passages"]
     assert [(one["message"], one["reason"], one["text"]) for one in found] == [(0, "tag", tool), (1, "stored", text)]
     assert "2 passages in 2 messages" in run("explain", str(request), *store).out
-    request.write_text(json.dumps({"prompt": f"Read.\n[1] {tool}\nQuestion: why?"}))
+    request.write_text(json.dumps({"prompt": f"Read.\n[1] {tool}\nQuestion: why?"}), encoding="utf-8-sig")
     assert "numbered" in run("explain", str(request), "--store-dir", str(tmp_path / "none")).out
     request.write_text(json.dumps({"messages": [{"role": "assistant"}, {"role": "user", "content": tool[:99]}]}))
     assert "at least 100 characters" in run("explain", str(request), *store).err

@@ -6,6 +6,8 @@ import io
 import json
 import logging
 import re
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 from engines import CHUNK_TOKENS, OpenEngine
@@ -15,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cacheblend.cli import main as cli
+from cacheblend.cli import terminal
 from cacheblend.cli.terminal import PlainConsole, VisibleFormatter, print_table, visible, visible_json
 from cacheblend.retriever import document
 
@@ -86,3 +89,12 @@ def test_log_lines() -> None:
     """A log line with a document's id is escaped as well."""
     record = logging.LogRecord("name", logging.WARNING, "path", 1, "left out %s", ("\x1b[2J",), None)
     assert VisibleFormatter("%(message)s").format(record) == r"left out \x1b[2J"
+
+
+def test_progress_without_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is a bar on a terminal is a line every ten seconds elsewhere."""
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=count(0, 4).__next__))
+    with terminal.progress_bars() as progress:
+        for done in range(7):
+            progress("ingest", 1000 * done, 6000)
+    assert capsys.readouterr().err == "ingest: 2,000 of 6,000\ningest: 5,000 of 6,000\n"
