@@ -7,7 +7,7 @@ import shutil
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from .files import make_private_file
 
 BUSY_TIMEOUT_S = 30.0
 _LITTLE_BYTES = 64 * 1024  # SQLite's shared memory grows by 32 KiB
-_PAGE = 256
 CACHE_KIB = 1024  # of each connection; the system's page cache holds the rest
 
 
@@ -53,16 +52,6 @@ class Database:
         """The rows of a query."""
         with self._read_lock, self._errors():
             return self._reader.execute(query, values).fetchall()
-
-    def snapshot(self, query: str) -> Iterator[Any]:
-        """The rows of a query, page by page over a connection of its own, as they are at the first step.
-
-        Changes neither wait for it nor show in it. Sorting beyond the connection's cache uses a temporary file.
-        """
-        with self._errors(), closing(self._connect()) as connection:
-            cursor = connection.execute(query)
-            while page := cursor.fetchmany(_PAGE):
-                yield from page
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cacheblend.eval.run.calibration import CalibrationRun
 
 
-@options.accepts(EngineConfig, only=(*options.OF_MODELS, "chunk_tokens"))
+@options.accepts(EngineConfig, only=(*options.OF_MODELS, "chunk_tokens", "kv_cache_dtype"))
 def calibrate(
     model: Annotated[str, typer.Argument(envvar="CACHEBLEND_MODEL", help=options.MODEL_HELP)],
     folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder or file of documents, as for `cacheblend ingest`.")],
@@ -85,6 +85,7 @@ def calibrate(
         ratios=numbers("ratios", ratios),
         device=str(engine.resolve_device()),
         dtype=engine.dtype,
+        kv_cache_dtype=engine.kv_cache_dtype,
         allow_unverified=engine.allow_unverified,
     )
     run_folder = out or Path("runs") / f"calibrate-{time.strftime('%Y%m%d-%H%M%S')}"

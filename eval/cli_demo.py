@@ -69,9 +69,9 @@ def demo(
         raise ConfigError("questions", questions, "a number of at least 1, or all")
     count = None if questions == "all" else int(questions)
     started = time.perf_counter()
-    if store_dir is None and model is None and settings.values["chunk_tokens"] == CHUNK_TOKENS:
-        store_dir = user_data_folder() / "demo"
     chosen = choose_model(model, yes=yes, default_name=None if small else DEMO_MODEL)
+    if store_dir is None and model is None and settings.values["chunk_tokens"] == CHUNK_TOKENS:
+        store_dir = user_data_folder() / "demo" / chosen
     config = settings.make(EngineConfig, model=chosen, store_dir="store")
     _handbook_demo(config, store_dir, num_chunks, count, as_json, started)
 

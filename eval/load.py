@@ -247,7 +247,7 @@ async def run_load(
     if count < 1:
         raise ConfigError("cases", len(requests), f"at least one for each of {len(rates_rps)} rates")
     steps: list[dict[str, Any]] = []
-    async with httpx.AsyncClient(timeout=timeout_s) as client:
+    async with httpx.AsyncClient(timeout=timeout_s, limits=httpx.Limits(max_connections=None)) as client:
         for target in targets:
             for number, request in enumerate(requests):
                 await ask(client, target, replace(request, documents=request.documents[::-1]), 1, time.perf_counter(), 0.0)

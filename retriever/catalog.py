@@ -95,8 +95,7 @@ class Catalog:
             with self._errors():
                 self._db.execute("PRAGMA foreign_keys = ON")
                 self._db.execute("PRAGMA journal_mode = WAL")
-                # A power cut may lose the last documents, never half of one; FULL would sync the disk once a document.
-                self._db.execute("PRAGMA synchronous = NORMAL")
+                self._db.execute("PRAGMA synchronous = FULL")  # an upload that was answered survives a power cut
                 self._db.executescript(tables.SCHEMA)
                 if self.setting("format") is None:
                     self._set_meta("format", FORMAT)

@@ -18,6 +18,7 @@ from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
+from unicodedata import normalize
 
 import faiss
 import numpy as np
@@ -33,6 +34,7 @@ from .passages import Passage, StoredTexts, find_passages
 INDEX_FILE = "catalogue.sqlite"
 _MARKS = "\u0300-\u036f\u0e31\u0e34-\u0e3a\u0e47-\u0e4e\u102b-\u103e\u17b4-\u17d3"  # on letters; no words of their own
 WORD = re.compile(rf"[\w{_MARKS}]+")
+_ACCENTS = re.compile("[\u0300-\u036f]")
 # Of scripts that put no spaces between words, or hardly any: Thai, Burmese, Khmer, Japanese, Chinese, Korean.
 _RUN = re.compile(
     "[\u0e01-\u0edf\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\uac00-\ud7a3\uf900-\ufaff\U00020000-\U0003ffff]{3,}"
@@ -212,8 +214,10 @@ class WordIndex:
     def _telling(self, words: Iterable[str]) -> list[str]:
         """The rarest of some words, without common ones unless all are common."""
         [[chunks]] = self._db.execute("SELECT count(*) FROM words")
-        rows = {word: self._db.execute("SELECT doc FROM vocabulary WHERE term = ?", (word,)).fetchone() for word in words}
-        counts = {word: row[0] if row else 0 for word, row in rows.items()}
+        query, counts = "SELECT max(doc) FROM vocabulary WHERE term IN (?, ?)", dict[str, int]()
+        for word in words:  # the tokenizer takes the accents from some scripts' letters
+            [[count]] = self._db.execute(query, (word, _ACCENTS.sub("", normalize("NFD", word))))
+            counts[word] = count or 0
         found = sorted(counts, key=counts.__getitem__)
         return ([word for word in found if counts[word] <= COMMON * chunks] or found)[:MAX_WORDS]
 

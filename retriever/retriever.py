@@ -266,6 +266,7 @@ class Retriever(IndexedDocuments):
         vectors: Sequence[NDArray[np.float32]],
         num_chunks: int,
         among: Sequence[int] | None,
+        candidates: int = CANDIDATES,
     ) -> list[ScoredChunk]:
         """The best chunks for texts, the question first, of those of the index ids `among` or of all."""
         size = len(index) if among is None else len(among)
@@ -273,7 +274,7 @@ class Retriever(IndexedDocuments):
         if not count:
             return []
         # 1. Rank by meaning and by words, each list longer than what is wanted, and fuse the ranks.
-        candidates = min(max(CANDIDATES, num_chunks), size)
+        candidates = min(max(candidates, num_chunks), size)
         # Numbers and codes name a row among rows that have everything else in common with it.
         codes = " ".join(word for word in WORD.findall(question) if _CODE.match(word))
         by_words = (words.search(text, candidates, among) for text in (*texts, codes))
@@ -295,6 +296,8 @@ class Retriever(IndexedDocuments):
                 metadata = self._catalog.metadata(chunk.document_id)
                 distance = min(index.distance(id_, vector_D) for vector_D in vectors)
                 found.setdefault(text, ScoredChunk(chunk, distance, metadata=metadata))
+        if len(found) < count and candidates < size:  # equal texts have the places of others
+            return self._find(index, texts, vectors, num_chunks, among, 4 * candidates)
         return list(found.values())
 
     def _searchable(self) -> VectorIndex:

@@ -187,10 +187,13 @@ class Catalog:
         return self.database.rows(query, namespace)
 
     def entries(self) -> Iterator[CatalogEntry]:
-        """Every entry as it is at the first step, the least recently used first; memory holds a page of them."""
+        """Every entry by digest, as it is when its page is read, so that no transaction stays open; memory holds a page."""
         self.save_uses()
-        for row in self.database.snapshot(f"SELECT {_COLUMNS} FROM entries ORDER BY used_ns, digest"):
-            yield CatalogEntry(ChunkKey(*row[:4]), *row[4:])
+        query, last = f"SELECT {_COLUMNS} FROM entries WHERE digest > ? ORDER BY digest LIMIT 256", ""
+        while page := self.database.rows(query, last):
+            for row in page:
+                yield CatalogEntry(ChunkKey(*row[:4]), *row[4:])
+            last = page[-1][0]
 
     def is_miscounted(self) -> bool:
         """Whether totals are not what they are when counted anew."""

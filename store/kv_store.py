@@ -205,7 +205,7 @@ class KVStore(Closing):
 
     def ls(self) -> list[CatalogEntry]:
         """Every entry on NVMe, the least recently used first."""
-        return list(self._live.catalog.entries())
+        return sorted(self._live.catalog.entries(), key=lambda row: (row.used_ns, row.key.digest))
 
     def verify(self, *, repair: bool = False, on_progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Check every file, header, layer and row; with `repair`, repair what can be. See `VerifyReport`.

@@ -237,12 +237,14 @@ class PrefixBlocks:
         reader = BlockReader(read, len(digests))
         with self._lock:
             done = 0
-            for index, digest in enumerate(digests):
-                after = state if index == len(digests) - 1 else None
-                if not self._hold(index, digest, reader if index >= first else None, names, after):
-                    break
-                done = index + 1
-            self._release(names, digests)
+            try:
+                for index, digest in enumerate(digests):
+                    after = state if index == len(digests) - 1 else None
+                    if not self._hold(index, digest, reader if index >= first else None, names, after):
+                        break
+                    done = index + 1
+            finally:
+                self._release(names, digests)
             return done
 
     def stats(self) -> dict[str, int]:

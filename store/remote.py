@@ -351,8 +351,10 @@ class RemoteTier:
         `fetch` finds none that waits to be removed.
         """
         with self._changed:
-            waiting_bytes = sum(one.nbytes for one in self._changes.values() if one is not None)
-            has_room = len(self._changes) < MAX_CHANGES and (entry is None or waiting_bytes + entry.nbytes <= self._queue_bytes)
+            has_room = len(self._changes) < MAX_CHANGES
+            if entry is not None:
+                waiting_bytes = sum(one.nbytes for one in self._changes.values() if one is not None)
+                has_room = has_room and waiting_bytes + entry.nbytes <= self._queue_bytes
             if not self._is_sending or not (has_room or digest in self._changes):
                 self._counts["dropped_writes"] += 1
                 return
@@ -394,9 +396,11 @@ class RemoteTier:
                 self._arrivals.pop(digest).set_running_or_notify_cancel()  # wakes who waits for it
 
     def close(self) -> None:
-        """Send what waits, for the time-out at most, and end all connections."""
+        """Send what waits, as long as the remote makes a change within its time-out, and end all connections."""
         self.stop_fetching()
-        if not self._writes.pause_left_s():
+        left = 0
+        while left != len(self._changes) and not self._writes.pause_left_s():
+            left = len(self._changes)
             self.flush(self._timeout_s)
         with self._changed:
             self._is_sending, left = False, len(self._changes)

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend.base.errors import ConfigError, InputError
-from cacheblend.retriever import Chunk, Document, Embedder, Retriever, RetrieverConfig, SentenceTransformerEmbedder
+from cacheblend.retriever import (
+    Chunk,
+    Document,
+    Embedder,
+    Retriever,
+    RetrieverConfig,
+    SentenceTransformerEmbedder,
+    in_reading_order,
+)
 from cacheblend.service.engine.document_sources import SourceReport, file_documents, parse_json, source_files
 from cacheblend.service.engine.file_converter import FileConverter
 
@@ -128,7 +136,7 @@ class DocumentsSource:
             examples = given if file is not None else chunk_questions(retriever.chunks(), self.cases)
             num_chunks = min(self.preset.num_chunks or SEARCHED_CHUNKS, retriever.chunk_count)
             for example in examples:
-                found = [scored.chunk for scored in retriever.search(example.question, num_chunks)]
+                found = [scored.chunk for scored in in_reading_order(retriever.search(example.question, num_chunks))]
                 question = self.wording.question.format(question=example.question)
                 request = make_request(
                     example,

@@ -112,6 +112,7 @@ def calibration_config(
     ratios: Sequence[float],
     device: str = "cpu",
     dtype: str = "auto",
+    kv_cache_dtype: str = "raw",
     allow_unverified: bool = False,
 ) -> EvalConfig:
     """The run that measures every context with every selector at every ratio; at ratio 0 no selector is asked.
@@ -136,6 +137,7 @@ def calibration_config(
         max_new_tokens=COMPARED_TOKENS,
         device=device,
         dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
         allow_unverified=allow_unverified,
     )
 

@@ -350,7 +350,8 @@ def _lines(summary: dict[str, Any], rows: Sequence[Row], metric: str | None) -> 
         labels = sorted(labels, key=lambda label: float(summary["methods"][label]["compute_share"]))
         for most_nats in BOUNDS_OF_ORACLE:
             taken = [_least(row, [*labels, REFERENCE], most_nats) for row in rows]
-            quality = None if metric is None else float(np.mean([one["quality"][metric] for one in taken]))
+            known = [] if metric is None else [one["quality"][metric] for one in taken if one["quality"][metric] is not None]
+            quality = float(np.mean(known)) if known else None
             names = ("compute_share", "first_token_kl_nats", "ttft_s")
             compute, kl_nats, ttft_s = (float(np.mean([one[name] for one in taken])) for name in names)
             found.setdefault(f"{method}, oracle", []).append((compute, kl_nats, quality, ttft_s))

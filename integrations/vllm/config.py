@@ -90,7 +90,9 @@ class ConnectorConfig:
         if tokenizer is None:
             raise UnsupportedModelError(f"{model.tokenizer!r} has no tokenizer, which chunks' context is made with")
         is_local = Path(model.model).is_dir()
-        folder = Path(model.model if is_local else snapshot_download(model.model, local_files_only=True))
+        folder = Path(
+            model.model if is_local else snapshot_download(model.model, revision=model.revision, local_files_only=True)
+        )
         try:
             with torch.device("meta"):
                 named: Any = class_for(str(folder), {}).from_config(
@@ -99,8 +101,9 @@ class ConnectorConfig:
         except ValueError as error:
             raise UnsupportedModelError(f"transformers knows no causal LM for {model.model!r}: {error}") from error
         fingerprint = fingerprint_directory(folder, named, model.dtype)
-        if model.quantization is not None or model.use_mla:  # position keys have another order than in transformers
-            fingerprint = hashlib.sha256(f"{fingerprint}:vllm:{model.quantization}".encode()).hexdigest()
+        if model.quantization is not None or model.use_mla or model.hf_overrides:  # a latent's keys have another order
+            overrides = f":{model.hf_overrides}" if model.hf_overrides else ""
+            fingerprint = hashlib.sha256(f"{fingerprint}:vllm:{model.quantization}{overrides}".encode()).hexdigest()
         engine, prefix = self.engine, tuple(PromptRenderer(tokenizer, self.engine.instruction).prefix)
         positions = getattr(named.config.get_text_config(decoder=True), "max_position_embeddings", None)
         filler, tokens = engine.context_filler, engine.context_document_tokens

@@ -236,10 +236,10 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return None if self._worker is None else BlendWorkerMetadata(self._reports, self._worker.waiting_misses)
 
-    def precompute(self, chunks: Sequence[Sequence[int]], which: Sequence[int], cache_salt: str | None) -> tuple[int, int]:
+    def precompute(self, chunks: Sequence[Sequence[int]], which: Sequence[int], cache_salt: str | None) -> tuple[int, int, int]:
         """Compute and store chunks' KV now, between two steps of the engine; see `BlendWorker.precompute`."""
         if self._worker is None:  # a hybrid model
-            return 0, 0
+            return 0, 0, 0
         with set_forward_context(None, self._vllm_config):
             return self._worker.precompute([tuple(chunk) for chunk in chunks], which, namespace_of(cache_salt or ""))
 

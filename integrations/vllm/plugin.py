@@ -73,4 +73,4 @@ def _connector() -> Any | None:
 def _precompute(_worker: Any, chunks: Sequence[Sequence[int]], which: Sequence[int], cache_salt: str | None) -> list[int]:
     """See `CacheBlendConnector.precompute`; nothing without the connector."""
     connector = _connector()
-    return [0, 0] if connector is None else list(connector.precompute(chunks, which, cache_salt))
+    return [0, 0, 0] if connector is None else list(connector.precompute(chunks, which, cache_salt))

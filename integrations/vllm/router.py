@@ -14,6 +14,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice, pairwise
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -64,13 +65,21 @@ class PromptMarker:
         max_positions: of the model; None for any number.
         naming: of chunks' KV.
         render: makes the token ids of a route's request, as vLLM does; where it raises, the request is left to vLLM.
+        variables: of the chat template, where a request does not set them.
     """
 
     def __init__(
-        self, tokenizer: Any, config: ConnectorConfig, max_positions: int | None, naming: ChunkNaming, render: Render
+        self,
+        tokenizer: Any,
+        config: ConnectorConfig,
+        max_positions: int | None,
+        naming: ChunkNaming,
+        render: Render,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._finds_passages, self._render, self._naming = config.engine.find_passages, render, naming
-        self._seen, self._begun = AdmissionFilter(REMEMBERED), AdmissionFilter(REMEMBERED_MESSAGES)
+        self._default_variables = variables
+        self._seen, self._exact = AdmissionFilter(REMEMBERED), AdmissionFilter(REMEMBERED_MESSAGES)
         self._plain = PlainTokenizer(tokenizer)
         self._splitter = Splitter(tokenizer, RetrieverConfig(chunk_tokens=config.engine.retriever.chunk_tokens))
         self._around_documents = PromptRenderer(tokenizer, config.engine.instruction, max_positions=max_positions)
@@ -101,7 +110,8 @@ class PromptMarker:
         messages, found = _messages(body.get("messages")), body.get("documents")
         if messages is None or not found:
             return None if messages is None else self._with_passages(path, body, messages)
-        variables, is_question = self._variables(body), messages[-1].role == "user"
+        variables = self._variables(body)
+        is_question = messages[-1].role == "user" and "tool" not in [one.role for one in messages]
         if any(body.get(name) for name in RENDERED_BY_VLLM) or not is_question or variables is None:
             return None
         if not isinstance(found, list):
@@ -123,7 +133,7 @@ class PromptMarker:
             return None
         of_effort = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
         known = self._around_documents.template.variables
-        return {name: value for name, value in {**of_effort, **asked}.items() if name in known}
+        return {name: value for name, value in {**self._default_variables, **of_effort, **asked}.items() if name in known}
 
     def split(self, document: Mapping[str, object]) -> EmbeddedDocument:
         """A document and its chunks, with vectors of zeros; InputError for one that cannot be used."""
@@ -146,16 +156,15 @@ class PromptMarker:
     def _with_passages(self, path: str, body: dict[str, Any], messages: Sequence[Message]) -> dict[str, Any] | None:
         """The request with passages marked that are ingested, or came in an earlier one of its salt; None if there are none.
 
-        Of messages before the assistant's last one only if no earlier request began with the same ones: the blocks of what did
-        are vLLM's own, and exact.
+        Messages before the assistant's last one with which an earlier request began unmarked are left: vLLM has their blocks.
         """
         if not self._finds_passages or any(body.get(name) for name in LEFT_TO_VLLM):
             return None
         salt = str(body.get("cache_salt"))
         begun = accumulate(messages, lambda before, one: hash((before, one.role, one.content)), initial=hash(salt))
-        has_come = [self._begun.admits(str(one)) for one in islice(begun, 1, None)]
+        starts = [str(one) for one in islice(begun, 1, None)]
         last = max((number for number, one in enumerate(messages) if one.role == "assistant"), default=-1)
-        known = min(last + 1, [*has_come, False].index(False))
+        known = next((number for number in range(last + 1) if starts[number] not in self._exact), last + 1)
         try:
             found = passages_of(((one.role, one.content) for one in messages[known:]), self._passages_in)
             texts = list(map(self._stored_text, found))
@@ -164,9 +173,12 @@ class PromptMarker:
         except Exception as error:  # vLLM says what is wrong with the request, if it is
             logger.debug("no passages are looked for in a request: %r", error)
             return None
-        located = zip(texts, locate(token_ids, ((one.token_ids, one.start) for one in texts)), strict=True)
-        marks = sorted((place[:2], one._replace(start=place[2])) for one, place in located if place and one in reusable)
-        stored = {"chunks": [span for span, _ in marks], "stored": [one for _, one in marks]}
+        places = locate(token_ids, ((one.token_ids, one.start) for one in texts))
+        located = [each for each in zip(found, texts, places, strict=True) if each[2] and each[1] in reusable]
+        for start in starts[: min((known + one.message for one, _, _ in located), default=None)]:
+            self._exact.admits(start)
+        marks = sorted((place[:2], text._replace(start=place[2])) for _, text, place in located if place)
+        stored = {"chunks": [span for span, _ in marks], "stored": [text for _, text in marks]}
         return self._with_marks(path, body, token_ids, stored) if marks else None
 
     def _passages_in(self, text: str, role: str) -> list[Passage]:
@@ -229,9 +241,10 @@ class BlendRoutes:
         config, model = ConnectorConfig.from_options(transfer.kv_connector_extra_config), engine_client.vllm_config.model_config
         tokenizer = await run_in_threadpool(load_tokenizer, model.tokenizer or model.model)
         naming = await run_in_threadpool(config.naming, model)
-        marker = await run_in_threadpool(
-            PromptMarker, tokenizer, config, int(model.max_model_len), naming, vllm_renderer(state.online_renderer)
-        )
+        own = state.online_renderer
+        tokenizer.chat_template = own.chat_template or tokenizer.chat_template
+        variables, length = own.default_chat_template_kwargs, int(model.max_model_len)
+        marker = await run_in_threadpool(PromptMarker, tokenizer, config, length, naming, vllm_renderer(own), variables)
         positions = getattr(model.hf_text_config, "max_position_embeddings", None)
         self.engine = RunningEngine(marker, naming, positions, engine_client.collective_rpc, model.is_hybrid)
 
@@ -259,7 +272,8 @@ class BlendRoutes:
             documents = body.get("documents") if isinstance(body, dict) else None
             if not isinstance(documents, list) or not documents:
                 raise InputError('give {"documents": [{"title": ..., "text": ...}, ...]}')
-            salt = body.get("cache_salt")
+            if not isinstance(salt := body.get("cache_salt"), str | None):
+                raise InputError("cache_salt: give a text")
             split = await run_in_threadpool(list, map(engine.marker.split, documents))
             for one in split:
                 engine.naming.check_lengths(one.document.id, one.token_ids, engine.max_positions)
@@ -274,8 +288,10 @@ class BlendRoutes:
                 new = list(range(window.new - window.first, len(together)))
                 left = len(new)
                 while left:
-                    now, left = (await engine.call("cacheblend_precompute", args=(together, new, salt)))[0]
+                    now, left, failed = (await engine.call("cacheblend_precompute", args=(together, new, salt)))[0]
                     stored += now
+                    if failed:
+                        return _error(503, f"the KV of {failed} chunks cannot be stored; vLLM's log says why")
                     if left:
                         await asyncio.sleep(BUSY_S)
         tokens = sum(map(len, chunks))
@@ -312,7 +328,9 @@ def _messages(messages: Any) -> list[Message] | None:
     """A chat's messages of text; None where one is of another kind, or the last is not the user's or a tool's."""
     found: list[Message] = []
     for message in messages if isinstance(messages, list) else ():
-        content = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(message, Mapping):
+            return None
+        content = message.get("content")
         if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
             content = "".join(str(part.get("text", "")) for part in content)
         content = "" if content is None and message.get("tool_calls") else content

@@ -144,7 +144,7 @@ class VllmRunner:
         self._model = getattr(model, "language_model", model)
         self._base: Any = getattr(self._model, "model", None)
         self._hf_config, self._dtype = settings.hf_text_config, settings.dtype
-        self._all_kv_heads = int(settings.get_total_num_kv_heads())
+        self._all_kv_heads = 1 if settings.use_mla else int(settings.get_total_num_kv_heads())
         self._refusal = f"{type(model).__name__} cannot be blended in vLLM: "
         self.ranks, self.rank = int(get_tensor_model_parallel_world_size()), int(get_tensor_model_parallel_rank())
         layers = list(getattr(self._base, "layers", []))
@@ -177,6 +177,10 @@ class VllmRunner:
         self._hidden_size = int(self._hf_config.hidden_size)
         with torch.inference_mode():
             self._starts = [self._find_starts(layer) for layer in range(self.geometry.layers)]
+        self._ropes[id(None)] = None  # of layers that rotate nothing, though they share a module with some that do
+        for layer, starts in enumerate(self._starts):
+            if starts is None:
+                self.layer_types[layer] = id(None)
 
     def _find_geometry(self, device: torch.device) -> KVGeometry:
         """The shape of the KV of the layers that keep some, and whose KV the others read."""

@@ -83,9 +83,12 @@ class Marks(BaseModel, frozen=True, extra="forbid"):
             raise InputError("documents, stored: give a value for each chunk")
         return marks
 
-    def salt(self, ratio: float, context: str) -> bytes:
-        """Salt of blocks blended with these marks at a ratio after a context: exact ones and others have other names."""
-        named = [ratio, self.ratio is None, self.chunks, self.documents, self.stored, context]
+    def salt(self, ratio: float, context: str, token_ids: Sequence[int]) -> bytes:
+        """Salt of blocks of a prompt blended with these marks at a ratio after a context: only the same prompt has their names.
+
+        Its last tokens, the question, choose what is recomputed.
+        """
+        named = [ratio, self.ratio is None, self.chunks, self.documents, self.stored, context, list(token_ids)]
         return hashlib.sha256(json.dumps(named).encode()).digest()
 
     def prompt(self, naming: ChunkNaming, token_ids: Sequence[int], cache_salt: str | None) -> PromptTokens:
@@ -200,7 +203,7 @@ class BlendScheduler:
                 self._missed += missed
                 return "short_prompt"  # the first chunk's block is not full, and would get an exact name when it is
             # Rename that block; all after it, those of generated tokens too, are hashed after its name.
-            exact, salt = request.block_hashes[first], marks.salt(ratio, self._naming.digest)
+            exact, salt = request.block_hashes[first], marks.salt(ratio, self._naming.digest, request.prompt_token_ids)
             request.block_hashes[first:] = [type(exact)(hashlib.sha256(salt + exact).digest())]
             request.update_block_hashes()
         self._marked[request.request_id] = _Marked(BlendJob(request.request_id, prompt, marks.ratio))
@@ -218,7 +221,9 @@ class BlendScheduler:
         ratio = self._ratio if marked.job.ratio is None else marked.job.ratio
         if _rows(prompt, ratio, reused) - held > self.largest_share * (len(prompt) - computed):
             if not marked.report:
-                marked.report = {"blended": True, "reason": "prefix_cache", "cached_tokens": computed}
+                is_blended = computed > len(prompt.prefix)
+                marked.report = {"blended": is_blended, "reason": "prefix_cache", "cached_tokens": computed}
+                self._count(marked.report)
             return 0
         return max(0, len(prompt) - 1 - computed)
 

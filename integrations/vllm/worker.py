@@ -21,7 +21,7 @@ from cacheblend.base.memory import return_freed_memory
 from cacheblend.base.threads import in_daemon_thread
 from cacheblend.blend import FusionResult, Fusor, LayerKV, LayerReport, LayerSource, ResidentLayers, Segment
 from cacheblend.loader import LayerLoader, LoadingController
-from cacheblend.service.engine.blend_plan import BlendPolicy, BlendSegment, Found, plan_blend
+from cacheblend.service.engine.blend_plan import BlendPlan, BlendPolicy, BlendSegment, Found, plan_blend
 from cacheblend.service.engine.chunk_context import ChunkNaming
 from cacheblend.service.engine.config import EngineConfig
 from cacheblend.service.engine.prompt import PromptChunk, PromptTokens
@@ -100,7 +100,7 @@ class BlendWorker:
         self._fetches: deque[tuple[BlendJob, Future[int] | None]] = deque()
         self._blends: deque[tuple[BlendJob, Generator[int, None, Report]]] = deque()
         self._missed: OrderedDict[ChunkKey, PromptChunk] = OrderedDict()
-        self._prefixes: OrderedDict[tuple[int, ...], PrefixRun] = OrderedDict()
+        self._prefixes: OrderedDict[tuple[str, tuple[int, ...]], PrefixRun] = OrderedDict()  # by namespace and token ids
         self._done: dict[str, Report | None] = {}
         self._busy_steps = 0
 
@@ -194,7 +194,7 @@ class BlendWorker:
         with ExitStack() as held:
             # 1. Look up the chunks; all ranks go on with the same hits. Compute the prefix, or look it up.
             stored, source = self._find(prompt, held)
-            prefix = yield from self._prefix_segment(prompt.prefix)
+            prefix = yield from self._prefix_segment(prompt.prefix, prompt.keys[0].namespace)
             # 2. Plan: more is recomputed where that hides beside loading. What full recompute gives as soon is left to vLLM,
             #    and so are chunks that all look alike.
             nats = self._engine.fusion.max_loss_nats if job.ratio is None else None
@@ -208,11 +208,12 @@ class BlendWorker:
             stored = [chunk.part(kv) for chunk, kv in zip(prompt.chunks, stored, strict=True)]
             plan = plan_blend(prompt, Found(prefix, stored), policy)
             reused = [segment.kv for segment in plan.segments if segment.kv is not None and not segment.exact]
-            if plan.full_recompute or (plan.look_alike and not reused):
+            if plan.full_recompute or not reused:
                 if plan.predicted is not None and self._controller is not None:
                     self._controller.record(plan.predicted, load_s=0.0, compute_s=None)  # its corrections fade
                 self._miss(plan.misses)
-                return {"blended": False, "reason": "slow_loading" if plan.full_recompute else "look_alike"}
+                reason = "slow_loading" if plan.full_recompute else "look_alike" if plan.look_alike else "not_stored"
+                return {"blended": False, "reason": reason}
             # 3. Blend it, each finished layer straight into the pages.
             segments = [Segment(segment.token_ids, segment.kv, segment.exact) for segment in plan.segments]
             config = replace(self._engine.fusion, recompute_ratio=plan.ratio, max_loss_nats=nats)
@@ -225,10 +226,11 @@ class BlendWorker:
         predicted = None if blended.is_widened else plan.predicted
         if predicted is not None and self._controller is not None and isinstance(source, LayerLoader):
             computed_s = sum(report.compute_s for report in (*blended.selection, *blended.layers))
-            on_cpu = geometry.device.type == "cpu"  # a GPU computes while the host waits
-            self._controller.record(predicted, load_s=source.load_s, compute_s=computed_s if on_cpu else None)
+            # A GPU computes while the host waits.
+            is_predicted = geometry.device.type == "cpu" and plan.ratio == predicted.ratio
+            self._controller.record(predicted, load_s=source.load_s, compute_s=computed_s if is_predicted else None)
         self._miss(plan.misses)
-        return _report(prompt, reused, blended)
+        return _report(plan, len(prompt.keys), reused, blended)
 
     def _find(self, prompt: PromptTokens, held: ExitStack) -> tuple[list[KVHandle | None], LayerSource]:
         """The stored KV of each chunk, None for a miss, and what brings it; with ranks, this one's heads, in memory."""
@@ -253,23 +255,24 @@ class BlendWorker:
             return None
         return ChunkKV(layers, placement.token_ids, placement.prefix_ids, placement.model, placement.context)
 
-    def _prefix_segment(self, ids: tuple[int, ...]) -> Generator[int, None, BlendSegment | None]:
+    def _prefix_segment(self, ids: tuple[int, ...], namespace: str) -> Generator[int, None, BlendSegment | None]:
         """A prompt's prefix, with its exact KV where that is held; yields what each layer cost in rows.
 
         It is computed by itself, not in the blend: its rows are neighbours then, which vLLM's own kernel runs as vLLM does.
         """
         if not MIN_PREFIX_TOKENS <= len(ids) <= self._prefix_tokens:
             return None
-        if ids not in self._prefixes:
-            while len(ids) + sum(map(len, self._prefixes)) > self._prefix_tokens:
+        name = namespace, ids
+        if name not in self._prefixes:
+            while len(ids) + sum(len(held) for _, held in self._prefixes) > self._prefix_tokens:
                 self._prefixes.popitem(last=False)
             steps, run = self._fusor.prefix_steps(ids, torch.device("cpu"))
             with closing(steps):
                 for layer in steps:
                     yield _rows(layer, len(ids))
-            self._prefixes[ids] = run
-        self._prefixes.move_to_end(ids)
-        return BlendSegment(ids, self._prefixes[ids], exact=True)
+            self._prefixes[name] = run
+        self._prefixes.move_to_end(name)
+        return BlendSegment(ids, self._prefixes[name], exact=True)
 
     def _miss(self, chunks: Iterable[PromptChunk]) -> None:
         for chunk in chunks:
@@ -290,14 +293,14 @@ class BlendWorker:
                 logger.exception("the KV of a missed chunk of %d tokens is not computed", len(chunk.token_ids))
             return
 
-    def precompute(self, chunks: Sequence[tuple[int, ...]], which: Sequence[int], namespace: str) -> tuple[int, int]:
+    def precompute(self, chunks: Sequence[tuple[int, ...]], which: Sequence[int], namespace: str) -> tuple[int, int, int]:
         """Compute and store the KV of a document's chunks at ascending indexes, for a namespace, "" for everybody's.
 
         What all ranks do together does not depend on what one of them stores, or cannot.
 
         Returns:
-            How many chunks are stored now that were not; and how many are left, since too much waits to be written: the
-            first rank knows, who writes.
+            How many chunks are stored now that were not; how many are left, since too much waits to be written; and how many
+            the store could not take. The first rank knows, who writes.
         """
         # 1. Look up which are stored; all ranks compute the same.
         earlier = self._naming.context.earlier(chunks)
@@ -307,7 +310,7 @@ class BlendWorker:
         geometry = self._fusor.runner.geometry
         kv_bytes = geometry.layers * geometry.layer_bytes(sum(len(chunks[index]) for index in new)) * self._ranks.ranks
         if not new or not self._ranks.agree([self._has_room(kv_bytes)])[0]:
-            return 0, len(new)
+            return 0, len(new), 0
         # 2. Compute the others, and hand them to the store.
         stored = left = 0
         computed = self._fusor.precompute_documents([(chunks, new)], self._naming.prefix_ids, self._naming.context)
@@ -316,7 +319,7 @@ class BlendWorker:
             left, stored = left + (not has_room), stored + is_stored
         del computed
         return_freed_memory()  # of the passes, which no request needs
-        return stored, left
+        return stored, left, len(new) - stored - left
 
     def _put(self, key: ChunkKey, kv: ChunkKV) -> tuple[bool, bool]:
         """Hand a chunk's KV to the store; returns whether it has room, and whether it stored the KV."""
@@ -345,16 +348,16 @@ class BlendWorker:
             return [False] * len(keys)
 
 
-def _report(prompt: PromptTokens, reused: Sequence[KVHandle], blended: FusionResult) -> Report:
+def _report(plan: BlendPlan, chunks: int, reused: Sequence[KVHandle], blended: FusionResult) -> Report:
     """A request's report of its blend, for the answer."""
     hits = [len(kv.token_ids) for kv in reused]
     later = blended.recomputed[1:] or blended.recomputed
     return {
         "blended": True,
-        "chunks": len(prompt.keys),
+        "chunks": chunks,
         "hits": len(hits),
         "hit_tokens": sum(hits),
-        "missed_tokens": sum(len(chunk.token_ids) for chunk in prompt.chunks if chunk.key is not None) - sum(hits),
+        "missed_tokens": sum(len(chunk.token_ids) for chunk in plan.misses),
         "recomputed_tokens": round(sum(map(len, later)) / len(later)),
         "recompute_ratio": round(blended.recomputed_ratio, 4),
         "widened": blended.is_widened,

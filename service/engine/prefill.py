@@ -244,7 +244,7 @@ class Prefiller:
             return
         # A GPU computes while the host waits, so there the two can be separated only where the host hardly waited.
         waited = self._fusor.decoder.device.type == "cuda" and fused.wait_s > 0.05 * prefill_s
-        is_predicted = not waited and not fused.is_widened
+        is_predicted = not waited and not fused.is_widened and (plan.full_recompute or plan.ratio == loading.ratio)
         controller.record(loading, load_s=load_s, compute_s=prefill_s - fused.wait_s if is_predicted else None)
 
 

@@ -55,6 +55,9 @@ def test_chunks_are_searched_in_all_documents(documents: Path, embedder: FakeEmb
     assert {len(request.prompt.chunks) for request in (rooms, travel)} == {3}
     assert {chunk.document for chunk in rooms.prompt.chunks} == {("rooms.txt", "")}
     assert {chunk.document for chunk in travel.prompt.chunks} == {("travel.md", "")}
+    texts = (documents / "rooms.txt").read_text()
+    places = [texts.find(tokenizer.decode(chunk.token_ids)[-20:]) for chunk in rooms.prompt.chunks]
+    assert places == sorted(places)
     assert "Question: In which season" in tokenizer.decode(rooms.prompt.prefix)
     assert tokenizer.decode(rooms.prompt.suffix) == "Question: Where are rooms booked?\nAnswer:"
     empty = documents.parent / "empty"

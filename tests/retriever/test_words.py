@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend.retriever import Chunk, Retriever, RetrieverConfig, ScoredChunk, in_reading_order
-from cacheblend.retriever.index import MAX_WORDS, VectorIndex, fuse_rankings
+from cacheblend.retriever.index import MAX_WORDS, VectorIndex, WordIndex, fuse_rankings
 
 FILLER = [
     {"id": f"filler-{n}", "text": f"Page {n} has some remarks about the weather of this and that year."} for n in range(30)
@@ -95,6 +95,20 @@ def test_a_long_question_is_bounded(retriever: Retriever) -> None:
     """Of many words the rarest are looked up: the one that matters is among them."""
     assert best(retriever, "weather page remarks some year " * 400 + "XR-7719") == ["valve"]
     assert best(retriever, " ".join(f"word{n}" for n in range(50 * MAX_WORDS))) == ["filler-0"]
+
+
+def test_a_common_word_with_an_accent_is_common() -> None:
+    """It is counted as the index writes it, without the accent in Latin script, with it in Cyrillic."""
+    words = WordIndex()
+    words.update((), [(id_, str(id_), "", f"L'été à Йорк {'Zanzibar' * (id_ == 7)}") for id_ in range(40)])
+    assert words.search("Zanzibar: été, à, Йорк?", 40) == [7]
+
+
+def test_equal_texts_have_one_place(retriever: Retriever) -> None:
+    """More copies of a text than a search ranks do not keep other texts from it."""
+    copies = [{"id": f"copy {number}", "text": "Trains are booked early."} for number in range(60)]
+    retriever.add([*copies, *({"id": f"other {letter}", "text": f"Trains to {letter * 3}."} for letter in "abcd")])
+    assert len(retriever.search("Which trains are booked early?", 5)) == 5
 
 
 def test_rankings_are_fused() -> None:

@@ -437,6 +437,16 @@ def test_a_closed_tier_neither_fetches_nor_sends(backend: FakeBackend, tier: Rem
     assert tier.contains([KEYS[0].digest]) == set()
 
 
+def test_a_closing_tier_sends_what_waits(backend: FakeBackend, tier: RemoteTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the remote answers, also where all changes need more than its time-out."""
+    removed = list[str]()
+    monkeypatch.setattr(backend, "delete", lambda name: (time.sleep(0.05), removed.append(name)))
+    for number in range(12):
+        tier.put(f"{number:064x}", None)
+    tier.close()
+    assert (len(removed), tier.stats().dropped_writes) == (12, 0)
+
+
 def test_the_breaker_opens_and_doubles_its_pause() -> None:
     """Calls stop after failures in a row, for a pause that doubles with each failure after a pause, up to a minute."""
     now = 100.0

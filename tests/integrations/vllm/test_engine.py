@@ -295,7 +295,7 @@ def test_two_ranks_blend_as_one(make_model: MakeModel, open_served: OpenServed, 
     widened = FusionConfig(recompute_ratio=0.05, max_loss_nats=1e-9)
     with open_served(folder, connector={"recompute_ratio": 0.05, "max_loss_nats": 1e-9}, tensor_parallel_size=2) as served:
         for chunk in CHUNKS:
-            assert served.llm.collective_rpc("cacheblend_precompute", args=([chunk], [0], None)) == [[1, 0], [1, 0]]
+            assert served.llm.collective_rpc("cacheblend_precompute", args=([chunk], [0], None)) == [[1, 0, 0], [1, 0, 0]]
         stored = served.scheduler.connector._scheduler._stored
         keys = served.scheduler.connector._scheduler._naming
         deadline = time.monotonic() + 60

@@ -206,7 +206,7 @@ def test_hybrids_are_left_to_vllm(family: str, tmp_path: Path) -> None:
         with open_engine(model, store, **settings) as served:
             given = [served.ask(tokens, chunks) for tokens in prompts]
             if chunks:
-                assert served.llm.collective_rpc("cacheblend_precompute", args=([heads[0][:70]], [0], None)) == [[0, 0]]
+                assert served.llm.collective_rpc("cacheblend_precompute", args=([heads[0][:70]], [0], None)) == [[0, 0, 0]]
                 reports = [output.kv_transfer_params["cacheblend"] for output in given]
                 assert reports == [{"blended": False, "reason": "hybrid_model"}] * len(prompts)
         answers.append([(output.outputs[0].token_ids, output.num_cached_tokens) for output in given])

@@ -134,7 +134,10 @@ def with_sources(order: str, question: str) -> dict[str, str]:
 
 
 def test_passages_that_came_before_are_marked(marker: PromptMarker, tokenizer: Any) -> None:
-    """A passage is marked from its second request on, under one name wherever it stands, each salt by itself."""
+    """A passage is marked from its second request on, under one name wherever it stands, each salt by itself.
+
+    Of a conversation those turns are left that vLLM has computed exactly.
+    """
 
     def mark(order: str, question: str, *before: dict[str, str], **fields: Any) -> list[str]:
         return stored_texts(tokenizer, marker.mark(CHAT, {"messages": [*before, with_sources(order, question)], **fields}))
@@ -144,7 +147,8 @@ def test_passages_that_came_before_are_marked(marker: PromptMarker, tokenizer: A
     assert mark("10", "And where?") == TRAINS[::-1]
     assert mark("01", "When?") == TRAINS
     earlier = {"role": "user", "content": f"<source>{TRAINS[0]}</source>"}, {"role": "assistant", "content": "Yes."}
-    assert [mark("1", "So?", *earlier) for _ in range(2)] == [TRAINS, TRAINS[1:]]
+    assert [mark("1", "So?", *earlier) for _ in range(2)] == [TRAINS, TRAINS]
+    assert mark("1", "So?", with_sources("01", "Who?"), earlier[1], cache_salt="other") == TRAINS[1:]
     assert mark("1", "So?", kv_transfer_params={"other": 1}) == []
     assert stored_texts(tokenizer, marker.mark(COMPLETIONS, {"prompt": f"[1] {TRAINS[1]}\nQuestion: who?"})) == TRAINS[1:]
 
@@ -216,6 +220,8 @@ def test_thinking_is_the_templates(make_marker: Callable[..., PromptMarker]) -> 
         (CHAT, {"messages": [QUESTION], "documents": DOCS, "tools": [{"type": "function"}]}),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}], "documents": DOCS}),
         (CHAT, {"messages": "hi", "documents": DOCS}),
+        (CHAT, {"messages": ["hi"]}),
+        (CHAT, {"messages": [QUESTION, {"role": "tool", "content": RULES}, QUESTION], "documents": DOCS}),
         (CHAT, {"messages": [QUESTION], "documents": DOCS, "chat_template_kwargs": "no object"}),
         (CHAT, {"messages": [QUESTION, {"role": "assistant", "content": "well,"}], "documents": DOCS}),
         (COMPLETIONS, {"prompt": [1, 2, 3]}),
@@ -249,7 +255,7 @@ class Workers:
         self.asked.append(args)
         new = {tuple(args[0][index]) for index in args[1]} - self.stored
         self.stored |= new
-        return [[len(new), 0]]
+        return [[len(new), 0, 0]]
 
 
 @pytest.fixture
@@ -352,10 +358,13 @@ def test_no_file_has_a_deleted_text(
 
 def test_what_the_disk_is_behind_with_is_asked_for_again(client: TestClient, routes: BlendRoutes) -> None:
     """Chunks that the workers leave, since too much waits to be written, are computed by a later call, and counted once."""
-    call = AsyncMock(side_effect=[[[0, 2]], [[1, 1]], [[1, 0]]])
+    call = AsyncMock(side_effect=[[[0, 2, 0]], [[1, 1, 0]], [[1, 0, 0]]])
     replace_engine(routes, call=call)
     answer = client.post(DOCUMENTS, json={"documents": DOCS[1:]})
     assert (answer.json()["stored_chunks"], call.await_count) == (2, 3)
+    replace_engine(routes, call=AsyncMock(return_value=[[0, 0, 2]]))
+    full = client.post(DOCUMENTS, json={"documents": DOCS[1:]})
+    assert (full.status_code, "KV of 2 chunks cannot be stored" in full.json()["error"]["message"]) == (503, True)
 
 
 def test_a_document_that_is_too_long_is_refused_at_once(

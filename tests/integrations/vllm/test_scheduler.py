@@ -208,7 +208,7 @@ def test_marks_are_read_as_written(borders: list[int], ratio: float | None) -> N
     chunks = [list(pair) for pair in zip(sorted(borders)[::2], sorted(borders)[1::2], strict=False)]
     marks = Marks.read({"chunks": chunks, "ratio": ratio}, 60)
     assert (marks.chunks, marks.ratio) == (tuple(map(tuple, chunks)), ratio)
-    assert len({marks.salt(0.1, "a"), marks.salt(0.2, "a"), marks.salt(0.1, "b")}) == 3
+    assert len({marks.salt(0.1, "a", ()), marks.salt(0.2, "a", ()), marks.salt(0.1, "b", ()), marks.salt(0.1, "a", (1,))}) == 4
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ class Served:
         """Store the KV of chunks that are documents of their own, through the running engine."""
         for chunk in chunks:
             args = ([[int(token) for token in chunk]], [0], None)
-            ((_, left),) = self.llm.collective_rpc("cacheblend_precompute", args=args)
+            ((_, left, _),) = self.llm.collective_rpc("cacheblend_precompute", args=args)
             assert not left
         self.connector._worker._store.flush()
 
