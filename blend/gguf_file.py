@@ -89,11 +89,12 @@ def is_converted(folder: Path) -> bool:
 
 
 def add_end_tokens(model: Any, tokenizer: Any) -> None:
-    """Have a model that was a GGUF file end its answers at each of the tokens for it that its vocabulary has."""
-    if tokenizer is None or not is_converted(Path(model.name_or_path)):
+    """Have a model end its answers at its tokenizer's end, too; one that was a GGUF file at each that its vocabulary has."""
+    if tokenizer is None:
         return
-    named = model.generation_config.eos_token_id
-    ends = {token for token, known in tokenizer.added_tokens_decoder.items() if known.special and known.content in _ENDS}
+    named, ends = model.generation_config.eos_token_id, {tokenizer.eos_token_id} - {None}
+    if is_converted(Path(model.name_or_path)):
+        ends |= {token for token, known in tokenizer.added_tokens_decoder.items() if known.special and known.content in _ENDS}
     model.generation_config.eos_token_id = sorted({*ends, *([named] if isinstance(named, int) else named or ())}) or None
 
 

@@ -196,9 +196,10 @@ def _ingest(stream: DocumentStream, config: EngineConfig, folders: Sequence[str]
     config, fusor = _load(config, lambda tokenizer: size.tokens(tokenizer) if size else None, yes=yes)
     with Engine(config, fusor=fusor) as engine:
         remember_settings(config)
+        is_read = size != StreamSize()
         with IngestProgress(size) as progress:
-            report = engine.ingest_stream(stream if size != StreamSize() else (), progress)
-        report = replace(report, deleted=_prune(engine, stream, all_others=prune))
+            report = engine.ingest_stream(stream if is_read else (), progress)
+        report = replace(report, deleted=_prune(engine, stream, all_others=prune) if is_read else 0)
         return report + _follow(engine, folders, stream.report) if folders else report
 
 

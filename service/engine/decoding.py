@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import functools
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -38,12 +39,14 @@ class Sampling:
         temperature: 0 is greedy; above, tokens are sampled.
         top_p: sample from the likeliest tokens of this total probability; 0 is greedy.
         top_k: sample from so many likeliest tokens; 0 or -1 for all.
-        min_p: tokens less likely than this share of the likeliest token's probability are not drawn.
-        min_tokens: no token that ends the answer is drawn before so many; JSON ends where it is complete.
+        min_p: tokens less likely than this share of the likeliest token's probability are not drawn; None for the model's own.
+        min_tokens: nothing ends the answer before so many; JSON ends where it is complete.
+        ignore_eos: no token ends the answer.
         seed: of the draws; None draws one.
         presence_penalty: subtracted from the logit of each token that the answer contains.
         frequency_penalty: subtracted from a token's logit for each time that the answer contains it.
-        repetition_penalty: divides the logits of tokens that prompt or answer contain (multiplies them below 0); 1 for none.
+        repetition_penalty: divides the logits of tokens that prompt or answer contain (multiplies them below 0); 1 for none,
+            None for the model's own.
         logit_bias: added to tokens' logits.
         logprobs: how many of the likeliest tokens are reported with each token; None reports none.
         grammar: of the answer; None for any text.
@@ -55,12 +58,13 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
-    min_p: float = 0.0
+    min_p: float | None = None
     min_tokens: int = 0
+    ignore_eos: bool = False
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     grammar: Grammar | None = None
@@ -77,12 +81,12 @@ class Sampling:
         options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         if self.temperature >= LEAST_TEMPERATURE:
             options = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": max(0, self.top_k)}
-            if self.min_p:
+            if self.min_p is not None:
                 options["min_p"] = self.min_p
-        if self.repetition_penalty != 1.0:
+        if self.repetition_penalty is not None:
             options["repetition_penalty"] = self.repetition_penalty
-        if self.min_tokens and self.grammar is None:
-            options["min_new_tokens"] = self.min_tokens
+        if (least := sys.maxsize if self.ignore_eos else self.min_tokens) and self.grammar is None:
+            options["min_new_tokens"] = least
         return {"pad_token_id": int(next(padding, 0)), **options}
 
 
@@ -148,7 +152,7 @@ class Decoding:
         self._bias_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.long, device=device)
         self._bias = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32, device=device)
         self.kv: SequenceKV | None = None
-        self._text = TextStream(tokenizer, stop, None if thoughts is None else thoughts.hidden)
+        self._text = TextStream(tokenizer, stop, None if thoughts is None else thoughts.hidden, sampling.min_tokens)
         self._reader = None if thoughts is None else ThoughtReader(thoughts)
         self.said, self.thoughts, self.first_token = "", "", 0.0
         self.logprobs: list[TokenLogprob] = []
@@ -254,9 +258,12 @@ class TextStream:
         tokenizer: the model's.
         stop: strings that end the text; they are not part of it.
         hidden: tokens without text; None for the tokenizer's special ones.
+        min_tokens: stop strings do not count in the text of so many first tokens.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), hidden: frozenset[int] | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str] = (), hidden: frozenset[int] | None = None, min_tokens: int = 0
+    ) -> None:
         self._tokenizer, self._stop = tokenizer, re.compile("|".join(map(re.escape, stop))) if stop else None
         self._begun_stops = frozenset(one[:size] for one in stop for size in range(1, len(one)))
         self._longest_stop = max(map(len, stop), default=0)
@@ -266,6 +273,7 @@ class TextStream:
         self._read_from = 0  # tokens before it are decoded for good, into `text`
         self._context_from = 0  # decoded along with the tokens after it, since how a token reads depends on the one before
         self._returned = 0
+        self._min_tokens, self._stops_from = min_tokens, 0
         self.text = ""
         self.stop_string: str | None = None
 
@@ -307,10 +315,12 @@ class TextStream:
 
     def _append(self, text: str, read_from: int) -> None:
         """Add certain text, that of the tokens before `read_from`, and cut it before the first stop string."""
-        searched_from = max(0, len(self.text) - self._longest_stop)
+        searched_from = max(self._stops_from, len(self.text) - self._longest_stop)
         self.text += text
         self._context_from, self._read_from = self._read_from, read_from
-        if self._stop is not None and (found := self._stop.search(self.text, searched_from)):
+        if read_from <= self._min_tokens:
+            self._stops_from = len(self.text)
+        elif self._stop is not None and (found := self._stop.search(self.text, searched_from)):
             self.text, self.stop_string = self.text[: found.start()], found[0]
 
     def _possible_stop(self) -> int:

@@ -96,6 +96,8 @@ class RequestOptions(Sampling):
         if unknown := sorted(options.keys() - set(known)):
             raise ConfigError("option", unknown[0], f"a request has {', '.join(known)}")
         asked = cls(**options)
+        if isinstance(asked.stop, str):
+            asked = dataclasses.replace(asked, stop=(asked.stop,))
         if asked.method not in METHODS:
             raise ConfigError("method", asked.method, f"one of {', '.join(METHODS)}")
         if asked.max_tokens is not None:

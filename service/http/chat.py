@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
@@ -158,8 +157,6 @@ def sampling_of(body: Body, grammars: GrammarCompiler, thoughts: Thoughts | None
         raise refused(asked[0], "JSON needs the extra `structured` where the service runs; leave it out") from error
     given = body.model_dump(include=OF_SAMPLING, exclude_none=True)
     given["logit_bias"] = {int(key): value for key, value in bias.items()}
-    if body.ignore_eos:
-        given["min_tokens"] = sys.maxsize
     return {**given, "logprobs": body.returned_logprobs, "grammar": grammar}
 
 

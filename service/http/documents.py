@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace as replaced
 from functools import partial
-from itertools import starmap
+from itertools import islice, starmap
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -43,6 +43,7 @@ router = APIRouter(route_class=JsonRoute)
 _Result = TypeVar("_Result")
 LISTED, MAX_LISTED = 100, 1000  # documents of a page
 MAX_FILES = 100  # of a form
+MAX_FAULTS = 100  # of a file that are listed
 CHECK_EVERY_S = 0.1  # while a file is read: other uploads have their turns then, and a line is read in less
 _ESCAPES = re.compile("%(22|0D|0A)")  # of browsers in a name, by the HTML standard; no other character is escaped
 _SUFFIX = re.compile(r"(\.jsonl\.gz|\.[a-z0-9]{1,8})$")  # says of which kind a file is; names in a file system hold few bytes
@@ -159,9 +160,10 @@ async def _read_files(request: Request) -> Ingest:
 
 def _ingest_file(server: Server, engine: Engine, file: FormFile, faults: dict[str, str], progress: Progress) -> IngestReport:
     progress.note("read", 0, 1)
+    before = len(faults)
     documents = _read_file(server, file, progress.check, faults)
     report = engine.ingest(documents, progress)
-    if not file.name.lower().endswith(JSONL_SUFFIXES):
+    if len(faults) == before and not file.name.lower().endswith(JSONL_SUFFIXES):
         gone = engine.documents.prune([document.id for document in documents], [file.id])  # pages of a longer file of this id
         report = replaced(report, deleted=len(gone))
     return report
@@ -262,7 +264,9 @@ def _read_file(server: Server, file: FormFile, check: Check, faults: dict[str, s
             raise refused("file", str(error)) from None
     if own_faults and not documents:
         raise refused("file", "{}: {}".format(*next(iter(own_faults.items()))))
-    faults.update(own_faults)
+    faults.update(islice(own_faults.items(), MAX_FAULTS))
+    if len(own_faults) > MAX_FAULTS:
+        faults[name] = f"{len(own_faults) - MAX_FAULTS:,} more lines or parts cannot be used"
     return documents
 
 

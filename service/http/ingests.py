@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 
@@ -21,6 +21,7 @@ from .guard import ApiError, JsonRoute, error_body
 logger = logging.getLogger(__name__)
 router = APIRouter(route_class=JsonRoute)
 MAX_ENDED = 100
+_Error = TypeVar("_Error", bound=Exception)
 MAX_NAME_CHARACTERS = 200  # of a file, and of an upload in a list
 Work = Callable[[Progress], IngestReport]
 
@@ -59,10 +60,12 @@ class Ingest:
         self.name = f"{first[:MAX_NAME_CHARACTERS]}{f' and {len(others)} more' if others else ''}"
         self.total = len(self.parts)
         self.call = Call(self.run, tenant=self.tenant, until_begun=True)
-        self.call.future.add_done_callback(self._note_stop)
+        self.call.future.add_done_callback(self._note_end)
 
-    def _note_stop(self, ended: Future[IngestReport]) -> None:
-        """Log that the service's stop ended the upload, which no list has when it runs again."""
+    def _note_end(self, ended: Future[IngestReport]) -> None:
+        """Forget the bytes of an upload that never runs; log that the service's stop ended it, which no list has afterwards."""
+        if self.call.begun is None:
+            self.parts.clear()
         if not ended.cancelled() and isinstance(ended.exception(), ShuttingDownError):
             logger.warning("the stop ended the upload %s (%s); send it again", self.id, self.name)
 
@@ -75,7 +78,7 @@ class Ingest:
                 except ServiceError:
                     raise
                 except CacheBlendError as error:
-                    self.errors[name] = error
+                    self.errors[name] = _bare(error)
                 self.parts_done += 1
             if len(self.errors) == self.total:
                 raise next(iter(self.errors.values()))
@@ -84,7 +87,7 @@ class Ingest:
         except Exception as error:
             if not isinstance(error, CacheBlendError):
                 logger.exception("the upload %s met an error", self.id)
-            raise
+            raise _bare(error) from None
         finally:
             self.parts.clear()
         return self.report
@@ -158,6 +161,12 @@ class Ingests:
             why = "it never was, or ended long ago, or the service was started anew; `GET /v1/ingests` lists all"
             raise ApiError(404, f"there is no such upload: {why}", param="id", code="ingest_not_found")
         return found
+
+
+def _bare(error: _Error) -> _Error:
+    """The error without its frames and those before it, which hold the documents."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 @router.get("/v1/ingests")

@@ -87,7 +87,7 @@ class MessageGeneration(Generation):
             report = chunk.get("cacheblend", report)
             for choice in chunk.get("choices", ()):
                 for name, block, delta, _ in _blocks(choice["delta"]):
-                    if name not in blocks:
+                    if not blocks or name != blocks[-1]:
                         yield _event("content_block_stop", index=len(blocks) - 1) if blocks else ""
                         yield _event("content_block_start", index=len(blocks), content_block=block)
                         blocks.append(name)
@@ -115,7 +115,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
 async def count_tokens(body: CountBody, request: Request) -> dict[str, int]:
     """Count the tokens of the prompt that `/v1/messages` would answer, chunks included."""
     try:
-        (prepared,) = await prepare_chat(body, request)
+        (prepared,) = await prepare_chat(body.model_copy(update={"method": "full_recompute"}), request)  # notes no passage
     except PromptTooLongError as error:
         if error.tokens is None:
             raise

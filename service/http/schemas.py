@@ -365,13 +365,13 @@ class GenerationBody(StrictModel):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # of sampling, as in vLLM; 0 and -1 are all tokens
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: StopStrings | None = None
-    min_p: Share | None = 0.0
+    min_p: Share | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = 0
     ignore_eos: bool = False
     n: Annotated[int, Field(ge=1, le=16)] | None = 1
     presence_penalty: Penalty | None = 0.0
     frequency_penalty: Penalty | None = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = 1.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     logit_bias: Biases | None = None  # by token id
     response_format: ResponseFormat | None = None
     parallel_tool_calls: bool | None = None

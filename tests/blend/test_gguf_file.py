@@ -233,13 +233,13 @@ def test_a_model_folder_of_that_name(tmp_path: Path) -> None:
 
 
 def test_every_end_of_a_text(tmp_path: Path) -> None:
-    """A header names one end; other control tokens for it end an answer too, in converted files alone."""
+    """The tokenizer's end ends an answer, too; a GGUF file's header names one: there all control tokens for it."""
     added = [("<|endoftext|>", True), ("<|im_end|>", True), ("<|im_start|>", True), ("<|end|>", False)]
     tokens = {place: AddedToken(content, special=special) for place, (content, special) in enumerate(added)}
-    for name, ends in (("none", 1), (ORIGIN, [0, 1])):
+    for name, ends in (("none", [1, 3]), (ORIGIN, [0, 1, 3])):
         (tmp_path / name).touch()
         model = SimpleNamespace(name_or_path=str(tmp_path), generation_config=SimpleNamespace(eos_token_id=1))
-        add_end_tokens(model, SimpleNamespace(added_tokens_decoder=tokens))
+        add_end_tokens(model, SimpleNamespace(added_tokens_decoder=tokens, eos_token_id=3))
         assert model.generation_config.eos_token_id == ends
 
 

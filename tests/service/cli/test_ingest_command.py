@@ -18,7 +18,7 @@ from typing import Any, cast
 import pytest
 from command_line import CommandLine
 
-from cacheblend.cli import terminal
+from cacheblend.cli import ingest, terminal
 from cacheblend.service import Engine
 from cacheblend.service.engine.ingest import IngestReport
 
@@ -99,8 +99,8 @@ def test_a_folder_with_bad_files(run: CommandLine, tmp_path: Path) -> None:
     assert run.on_store("ask", "Wer ist Ada?", "--json").json["chunks"][0]["document_id"] == "good.txt"  # type: ignore[index]
 
 
-def test_prune(run: CommandLine, tmp_path: Path) -> None:
-    """`--prune` deletes what no source has any more, and nothing while one of the files cannot be read."""
+def test_prune(run: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--prune` deletes what no source has any more, and nothing while a file or a watched folder cannot be read."""
     folder = tmp_path / "notes"
     folder.mkdir()
     for name in ("old.txt", "kept.txt"):
@@ -113,6 +113,9 @@ def test_prune(run: CommandLine, tmp_path: Path) -> None:
     pruned = run.on_store("ingest", str(folder), "--prune")
     assert "deleted, since no source has them any more: old.txt" in pruned.err
     assert "2 unchanged, 1 deleted" in pruned.out
+    monkeypatch.setattr(ingest, "_follow", lambda *_: IngestReport())
+    (tmp_path / "unmounted").mkdir()
+    run.on_store("ingest", str(folder), str(tmp_path / "unmounted"), "--watch", "--prune")
     listed = run("documents", "ls", "--store-dir", str(run.store), "--json").json["documents"]
     assert sorted(one["id"] for one in listed) == ["kept.txt", "new.txt"]  # type: ignore[attr-defined, index]
 

@@ -9,7 +9,7 @@ from fakes import tiny_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend.service.engine.decoding import UNFINISHED, TextStream, token_bytes
+from cacheblend.service.engine.decoding import UNFINISHED, Sampling, TextStream, token_bytes
 
 
 def stream(token_ids: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], TextStream]:
@@ -55,6 +55,19 @@ def test_stop(words: str, stop: list[str]) -> None:
     )
     assert (text.stop_string in stop) is (until is not None)
     assert "".join(pieces) == text.text == (words if until is None else until)
+
+
+def test_stop_strings_wait_for_the_least_tokens() -> None:
+    """What stands in the first tokens' text ends nothing, the first one after it does."""
+    text = TextStream(tiny_tokenizer(), ["ab"], min_tokens=4)
+    pieces = [text.add(tiny_tokenizer().convert_tokens_to_ids(letter)) for letter in "abbabbab"]
+    assert ("".join([*pieces[:8], text.finish()]), text.stop_string) == ("abbabb", "ab")
+
+
+def test_a_named_penalty_is_the_models_no_more() -> None:
+    """An option that is left out is the model's own, and 1 is none."""
+    options = [Sampling(repetition_penalty=penalty).generation_options(tiny_tokenizer()) for penalty in (None, 1.0)]
+    assert [one.get("repetition_penalty") for one in options] == [None, 1.0]
 
 
 class CountingTokenizer:

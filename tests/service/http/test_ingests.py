@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,15 @@ def test_a_files_error_is_in_the_job(
     assert all("image; describe it" in error["message"] and error["param"] == "file" for error in job["errors"]), job["errors"]
 
 
+def test_faults_are_bounded(client: httpx.Client) -> None:
+    """Of a file with many bad lines the first are listed, and the others counted."""
+    job = ended(client, post(client, "lines.jsonl", raw=b"x\n" * 300 + b'{"text": "' + TEXT.strip() + b'"}'))
+    assert (job["status"], len(job["faults"])) == ("done", 101)
+    assert job["faults"][-1] == "lines.jsonl: 200 more lines or parts cannot be used"
+
+
 def test_jobs_are_cancelled(engine: Engine, held: threading.Event) -> None:
-    """A job that waits, and one that runs, are cancelled, and leave no document; one that has ended is a 409."""
+    """A job that waits, and one that runs, are cancelled, and leave no document and no bytes; one that has ended is a 409."""
     before = engine.retriever.ids()
     with serving(engine) as (server, address), httpx.Client(base_url=address) as client:
         running, waiting = post(client, "a.txt"), post(client, "b.txt")
@@ -95,6 +103,11 @@ def test_jobs_are_cancelled(engine: Engine, held: threading.Event) -> None:
         for started in (waiting, running):
             assert client.delete(started.headers["Location"]).json()["status"] == "cancelled"
         wait_until(lambda: not server.uploads.is_busy)
+        for job in server.ingests.of(""):
+            error = job.call.future.exception()
+            assert error is not None
+            assert {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)} <= {"run"}
+            assert (job.parts, error.__context__) == ({}, None)
         for started in (waiting, running):
             refused = client.delete(started.headers["Location"])
             assert (refused.status_code, refused.json()["error"]["code"]) == (409, "ingest_ended")
