@@ -35,9 +35,7 @@ def test_links(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "page",
-    [page for page in PAGES if page.name != "CHANGELOG.md"],
-    ids=lambda page: page.relative_to(ROOT).as_posix(),
+    "page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.relative_to(ROOT).as_posix()
 )
 def test_files_named(page: Path) -> None:
     """Each file of the project that a page names in code, alone or in a command, is there."""

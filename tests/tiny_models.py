@@ -56,13 +56,7 @@ CONFIGS: dict[str, Any] = {
     "llama-bias": lambda: _llama(attention_bias=True, mlp_bias=True),
     "llama-linear": lambda: _llama(**_rope(rope_type="linear", factor=4.0)),
     "llama-llama3": lambda: _llama(
-        **_rope(
-            rope_type="llama3",
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=64,
-        )
+        **_rope(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
     ),
     "llama-yarn": lambda: _llama(**_rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=128)),
     "mistral-window": lambda: MistralConfig(**_SHAPE, head_dim=16, sliding_window=WINDOW),

@@ -40,8 +40,7 @@ def test_on_a_cpu(checkpoint: torch.dtype | None, listed: str, chosen: torch.dty
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "native", "chosen"),
-    [(BRAIN, True, BRAIN), (BRAIN, False, FULL), (HALF, False, HALF), (FULL, True, FULL)],
+    ("checkpoint", "native", "chosen"), [(BRAIN, True, BRAIN), (BRAIN, False, FULL), (HALF, False, HALF), (FULL, True, FULL)]
 )
 def test_on_a_gpu(checkpoint: torch.dtype, native: bool, chosen: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU computes in float16, and in bfloat16 where it has it."""

@@ -190,10 +190,7 @@ def test_a_slip_in_a_name_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(
     ("answer", "why"),
-    [
-        (lambda _: False, "the hub has none of this name"),
-        (lambda _: 1 // 0, r"the hub cannot be asked \(.*zero\)"),
-    ],
+    [(lambda _: False, "the hub has none of this name"), (lambda _: 1 // 0, r"the hub cannot be asked \(.*zero\)")],
 )
 def test_a_hub_id_is_looked_up_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Callable[[str], bool], why: str

@@ -23,10 +23,7 @@ def test_target(target: str) -> None:
     with checks() as check:
 
         @settings(
-            max_examples=examples or few,
-            derandomize=not examples,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
+            max_examples=examples or few, derandomize=not examples, deadline=None, suppress_health_check=list(HealthCheck)
         )
         @given(st.data())
         def run(data: st.DataObject) -> None:

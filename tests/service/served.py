@@ -45,12 +45,7 @@ class Client:
 
 
 def serve(
-    engine: Engine,
-    scheduler: Scheduler,
-    question: str,
-    *,
-    on_token: Callable[[], object] | None = None,
-    **options: Any,
+    engine: Engine, scheduler: Scheduler, question: str, *, on_token: Callable[[], object] | None = None, **options: Any
 ) -> Client:
     """Submit a question; the options are `Engine.prepare`'s."""
     client = Client(on_token)

@@ -6,20 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from letters import (
-    BLOCK_BYTES,
-    FULL,
-    HEAD_DIM,
-    HEADS,
-    HYBRID,
-    SHORT,
-    chain,
-    insert,
-    layer_kv,
-    make,
-    matched,
-    tokens_of,
-)
+from letters import BLOCK_BYTES, FULL, HEAD_DIM, HEADS, HYBRID, SHORT, chain, insert, layer_kv, make, matched, tokens_of
 
 from cacheblend.base.errors import InputError, StoreError
 from cacheblend.store.chunk import host_bytes

@@ -8,19 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from letters import (
-    BLOCK_BYTES,
-    FULL,
-    HYBRID,
-    LAYER_BYTES,
-    SHORT,
-    SLIDING,
-    chain,
-    check_content,
-    insert,
-    make,
-    tokens_of,
-)
+from letters import BLOCK_BYTES, FULL, HYBRID, LAYER_BYTES, SHORT, SLIDING, chain, check_content, insert, make, tokens_of
 
 from cacheblend.store.prefix_blocks import BLOCK_TOKENS
 

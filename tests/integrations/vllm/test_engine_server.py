@@ -120,10 +120,7 @@ def test_passages_in_messages_are_blended_from_the_third_request_on(server: str)
 
 def test_ingested_texts_in_a_plain_prompt_are_blended(server: str) -> None:
     """A document's text is a hit of its KV in a completion's prompt, whatever stands around it; the prompt is vLLM's own."""
-    said = (
-        "The pool is open from nine to five. Ask at the desk, or call. ",
-        "Members find three bicycles in our gym. ",
-    )
+    said = ("The pool is open from nine to five. Ask at the desk, or call. ", "Members find three bicycles in our gym. ")
     texts = [3 * one for one in said]
     documents = [{"title": "Hours", "text": text.strip()} for text in texts]
     assert httpx.post(f"{server}/v1/cacheblend/documents", json={"documents": documents}, timeout=120).json()["chunks"] == 2

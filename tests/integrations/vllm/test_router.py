@@ -43,10 +43,7 @@ from cacheblend.store import ChunkKV, KVStore, StoreConfig
 
 KEY = "a key of vLLM"
 RULES = " ".join(f"Rule {number}: trains to town {number} are booked by the office. </s>" for number in range(12))
-DOCS = [
-    {"title": "Travel", "text": RULES},
-    {"text": "Lunch is at noon, and free on Fridays."},
-]
+DOCS = [{"title": "Travel", "text": RULES}, {"text": "Lunch is at noon, and free on Fridays."}]
 QUESTION = {"role": "user", "content": "Who books trains?"}
 NAMING = ChunkNaming((), ChunkContext(), "model", "raw")
 

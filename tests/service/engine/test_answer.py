@@ -7,19 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import (
-    BROUGHT,
-    DOCUMENTS,
-    ODD_DOCUMENTS,
-    QUESTION,
-    TOP_K,
-    OpenEngine,
-    ask,
-    furthest,
-    key_of,
-    kinds,
-    prompt_of,
-)
+from engines import BROUGHT, DOCUMENTS, ODD_DOCUMENTS, QUESTION, TOP_K, OpenEngine, ask, furthest, key_of, kinds, prompt_of
 
 from cacheblend.blend import FusionConfig, Fusor
 from cacheblend.retriever import PlainTokenizer

@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 
 from cacheblend.loader import LoadingPlan
-from cacheblend.service.engine.blend_plan import (
-    BlendPolicy,
-    BlendSegment,
-    Found,
-    fresh_records,
-    plan_blend,
-)
+from cacheblend.service.engine.blend_plan import BlendPolicy, BlendSegment, Found, fresh_records, plan_blend
 from cacheblend.service.engine.prompt import PromptChunk, PromptTokens
 from cacheblend.store import ChunkKey
 

@@ -68,11 +68,7 @@ def test_again(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None
     [(MemoryError, "ingest_stream", 0), (KeyboardInterrupt, "ingest", 0), (KeyboardInterrupt, "ingest_stream", 1)],
 )
 def test_interrupted(
-    open_engine: OpenEngine,
-    monkeypatch: pytest.MonkeyPatch,
-    interruption: type[BaseException],
-    call: str,
-    documents: int,
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, interruption: type[BaseException], call: str, documents: int
 ) -> None:
     """A stop keeps a stream's complete documents and no KV of none; a cut keeps KV, which the next ingest finds and owns."""
     engine = open_engine()

@@ -9,12 +9,7 @@ from engines import BROUGHT, DOCUMENTS, OpenEngine, ask, furthest, profile_of, u
 
 from cacheblend.blend import DEFAULT_RATIO, DEFAULT_SELECTOR, Fusor
 from cacheblend.blend.widening import FIRST_RATIO, WIDE_RATIO
-from cacheblend.loader import (
-    Calibration,
-    LoaderConfig,
-    write_calibration,
-    write_profile,
-)
+from cacheblend.loader import Calibration, LoaderConfig, write_calibration, write_profile
 from cacheblend.loader.profile import prefix_digest
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.prompt import PromptRenderer

@@ -31,8 +31,7 @@ TURNS = [
 
 
 @pytest.mark.parametrize(
-    ("template", "names"),
-    [(QWEN3, {"enable_thinking"}), (OPENED, set()), (GPT_OSS, {"reasoning_effort"}), (None, set())],
+    ("template", "names"), [(QWEN3, {"enable_thinking"}), (OPENED, set()), (GPT_OSS, {"reasoning_effort"}), (None, set())]
 )
 def test_variables_of_a_template(template: str | None, names: set[str]) -> None:
     """A request may set the template's own variables, and nothing else that the tokenizer's method has as an option."""

@@ -191,11 +191,7 @@ PRIVATE = """127.0.0.1 10.1.2.3 192.168.0.1 169.254.169.254 100.64.0.1 0.0.0.0 2
 
 
 @pytest.mark.parametrize(
-    ("address", "expected"),
-    [
-        *((each, True) for each in PUBLIC.split()),
-        *((each, False) for each in PRIVATE.split()),
-    ],
+    ("address", "expected"), [*((each, True) for each in PUBLIC.split()), *((each, False) for each in PRIVATE.split())]
 )
 def test_is_public(address: str, expected: bool) -> None:
     """Addresses of machines, networks and clouds for themselves are not public, in whatever form."""
