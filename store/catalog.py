@@ -400,13 +400,19 @@ class DocumentTable:
         wanted = set(map(tuple, texts))
         lengths = ", ".join(map(str, {len(text) for text in wanted}))
         query = f"SELECT digest FROM entries WHERE tokens IN ({lengths}) AND digest NOT IN (SELECT digest FROM document_chunks)"
-        with self._nvme.exclusive():
-            gone = list[str]()
-            for (digest,) in self._database.rows(query):
-                if (file := self._nvme.open(digest, is_use=False)) is not None:
+        checked = dict[str, bool]()
+
+        def found() -> list[str]:
+            digests = [digest for (digest,) in self._database.rows(query)]
+            for digest in digests:
+                if digest not in checked and (file := self._nvme.open(digest, is_use=False)) is not None:
                     with file:
-                        gone += [digest] * (file.info.token_ids in wanted)
-            if gone:
+                        checked[digest] = file.info.token_ids in wanted
+            return [digest for digest in digests if checked.get(digest)]
+
+        found()  # before the lock, which others wait for: only what comes meanwhile is opened under it
+        with self._nvme.exclusive():
+            if gone := found():
                 self._change(lambda _: None, gone, gone)
             self._nvme.folder.clear_damaged()
             self._database.truncate_log()
