@@ -158,7 +158,7 @@ def test_a_long_opening_is_computed_once(served: Served) -> None:
         again = served.ask(tokens)
         assert again.num_cached_tokens == 64  # the opening's full blocks, which the blend has written
         assert apart(again, exact) < 1e-3
-    assert list(served.connector._worker._prefixes) == [tuple(opening)]
+    assert list(served.connector._worker._prefixes) == [("", tuple(opening))]
 
 
 def test_both_engines_share_a_store(make_model: MakeModel, open_served: OpenServed) -> None:
@@ -183,7 +183,8 @@ def test_both_engines_share_a_store(make_model: MakeModel, open_served: OpenServ
         params = marked["kv_transfer_params"]
         tokens, marks = params["prompt_token_ids"], params["cacheblend"]
         assert len(marks["chunks"]) > 2
-        report = served.ask(tokens, marks["chunks"], documents=marks["documents"]).kv_transfer_params["cacheblend"]
+        answer = served.ask(tokens, marks["chunks"], documents=marks["documents"], ratio=0.14)
+        report = answer.kv_transfer_params["cacheblend"]
         assert (report["blended"], report["hits"]) == (True, len(marks["chunks"])), report
         served.precompute(CHUNKS)
         keys, worker = served.connector._worker._naming, served.connector._worker
@@ -386,11 +387,11 @@ def test_models_that_blending_is_wrong_on_are_refused(
 
     own = VllmRunner.rotate
 
-    def shifted(self: VllmRunner, layer: int, k_1HSD: torch.Tensor, cos_sin: Any) -> torch.Tensor:
-        return own(self, layer, k_1HSD, (cos_sin[0], cos_sin[1] * 0.9))
+    def shifted(self: VllmRunner, layer: int, k_1HSD: torch.Tensor, cos_sin: Any, **options: Any) -> torch.Tensor:
+        return own(self, layer, k_1HSD, (cos_sin[0], cos_sin[1] * 0.9), **options)
 
     monkeypatch.setattr(VllmRunner, "rotate", shifted)
-    with pytest.raises(UnsupportedModelError, match="where blending must be exact"), open_served(make_model("llama")):
+    with pytest.raises(UnsupportedModelError, match="which must be exact"), open_served(make_model("llama")):
         pass
 
 

@@ -85,6 +85,8 @@ WRAPPERS: dict[str, tuple[Any, ...]] = {
 }
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpt_oss": (TEXT | EXPERTS, {}),
+    "cohere2": (TEXT | {"layer_types": LAYERS * 2}, {}),
+    "exaone4": (TEXT | {"layer_types": LAYERS * 2}, {}),
     "gemma4_text": (GEMMA4, {}),
     "gemma4_text-e": (GEMMA4_E, {}),
     "minicpm3": (LATENT, {}),
