@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -66,7 +67,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: the file cannot be written; the old file stays.
     """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "wb", opener=private_opener) as file:
             yield file

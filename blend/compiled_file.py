@@ -102,7 +102,7 @@ def load_compiled(compiler: Path, source: Path, defines: Sequence[str]) -> ctype
         made = Path(directory) / f"{name}.so"
         _compile([str(compiler), *FLAGS, *defines, str(source), "-lm", "-o", str(made)])
         try:
-            _keep(made, folder, name)
+            made = _keep(made, folder, name)  # the temporary folder may forbid to run its files
         except OSError as error:
             logger.warning("%s is compiled again by every process, as its result cannot be kept: %s", source.name, error)
         return ctypes.CDLL(str(made))
@@ -120,14 +120,15 @@ def _find_compiled(folder: Path, name: str) -> Path | None:
     return None
 
 
-def _keep(made: Path, folder: Path, name: str) -> None:
-    """Put a compiled file into the cache atomically; other processes may do so at the moment."""
+def _keep(made: Path, folder: Path, name: str) -> Path:
+    """Put a compiled file into the cache atomically, and return its place; other processes may do so at the moment."""
     make_folder(folder)
     folder = folder.resolve()
     _check_private(folder)
     content = made.read_bytes()
-    with replacing(folder / f"{name}-{_digest(content)}.so") as file:
+    with replacing(path := folder / f"{name}-{_digest(content)}.so") as file:
         file.write(content)
+    return path
 
 
 def _check_private(path: Path) -> None:

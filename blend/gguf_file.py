@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from tokenizers import pre_tokenizers
 
 from cacheblend.base.errors import InputError, StoreError, UnsupportedModelError, needs_extra
@@ -155,7 +156,7 @@ def new_folder(target: Path) -> Iterator[Path | None]:
                 sync_folder(target.parent)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
-    except (OSError, StoreError) as error:
+    except (OSError, SafetensorError, StoreError) as error:
         raise InputError(
             f"the model cannot be stored in {target.parent}: {error}; free space there, make it writable, or set XDG_CACHE_HOME"
         ) from error

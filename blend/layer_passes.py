@@ -211,7 +211,7 @@ def question_rows(prompt: Prompt) -> Tensor:
     """Sorted positions (S,) of the question pass: the question's tokens after the last reusable one, at least the last token.
 
     Fresh tokens at the prompt's start run too: the attention sink (first token) must be among the rows, or the weights are
-    meaningless. Exact tokens need not run: the choice is equal whether or not a prefix of the prompt was cached.
+    meaningless. Exact tokens need not run: up to `MAX_START_TOKENS` the choice is equal whether or not a prefix was cached.
     """
     reusable = prompt.reusable_N.nonzero()[:, 0]
     first = int(reusable[-1]) + 1 if len(reusable) else 0

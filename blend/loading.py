@@ -102,7 +102,7 @@ def load_model(
     name = locate_model(path_or_hub_id, **kwargs)
     try:
         dtype = _resolve_dtype(dtype, name, device, kwargs)
-        options = {**kwargs, **NO_CODE, "output_loading_info": True}
+        options = {**kwargs, **NO_CODE, "output_loading_info": True, "use_safetensors": True}
         model, loaded = class_for(name, kwargs).from_pretrained(name, dtype=dtype, **options)
         if drops_softcap(model):
             model.set_attn_implementation("eager")

@@ -44,7 +44,7 @@ def plan_methods(
     The label is `name`, with `+context` after it for another context than the default, and `@ratio` where there are several.
 
     Raises:
-        ConfigError: an unknown method or context, one given twice, none at all, or a ratio outside 0..1.
+        ConfigError: an unknown method or context, one given twice, none at all, or a ratio outside 0..1 or for no method.
     """
     for field, values, allowed in (("methods", names, METHODS), ("contexts", contexts, CONTEXTS)):
         for name in values:
@@ -67,6 +67,8 @@ def plan_methods(
                 continue
             for ratio in ratios:
                 planned.append(PlannedMethod(label if len(ratios) == 1 else f"{label}@{ratio}", name, ratio, context))
+    if len(ratios) > 1 and all(one.ratio is None for one in planned):
+        raise ConfigError("ratios", ",".join(map(str, ratios)), "for methods that take one; name `blend` among the methods")
     return tuple(planned)
 
 

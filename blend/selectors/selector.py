@@ -59,7 +59,7 @@ class Schedule:
         parts = [falling[first : first + FILTER_EVERY] for first in range(0, later, FILTER_EVERY)]
         wanted = [ratio * reusable * sum(part) / len(part) for part in parts]
         exact = [min(round(tokens), reusable) for part, tokens in zip(parts, wanted, strict=True) for _ in part]
-        if fresh is None or slope < self.spread:  # nearly all tokens run: later layers could not compensate rounding errors
+        if fresh is None or slope < self.spread or ratio == 1:  # nearly all run: later layers could not make up for rounding
             return exact
         bucketed, limit, owed = list[int](), reusable, 0.0
         for part, tokens in zip(parts, wanted, strict=True):
