@@ -32,8 +32,7 @@ MAX_TOKENS = 32
 )
 def demo(
     model: Annotated[
-        str | None,
-        typer.Argument(envvar="CACHEBLEND_MODEL", help=f"{options.MODEL_HELP[:-1]}; left out, {DEMO_MODEL}."),
+        str | None, typer.Argument(envvar="CACHEBLEND_MODEL", help=f"{options.MODEL_HELP[:-1]}; left out, {DEMO_MODEL}.")
     ] = None,
     questions: Annotated[
         str, typer.Option(metavar="N|all", help="Questions about the handbook, at even distances from its 40.")
@@ -41,9 +40,7 @@ def demo(
     store_dir: Annotated[
         Path | None,
         typer.Option(
-            "--store-dir",
-            "-s",
-            help="Keep the store here; left out, the demo's own folder, or of a MODEL a temporary one.",
+            "--store-dir", "-s", help="Keep the store here; left out, the demo's own folder, or of a MODEL a temporary one."
         ),
     ] = None,
     num_chunks: Annotated[int, typer.Option(help="Chunks to retrieve.")] = 6,

@@ -10,12 +10,7 @@ from cacheblend.blend.config import DEFAULT_SELECTOR, SELECTOR_NAMES, FusionConf
 
 CONTEXTS = ("default", "filler", "document", "neighbour", "head", "bos")  # what chunks' KV is computed after
 # Blending by the selector that picks the tokens; "blend" has the default one, and a selector without a name here its own.
-_NAMED = {
-    "blend": DEFAULT_SELECTOR,
-    "blend_hkvd": "gradual",
-    "blend_single_shot": "single_shot",
-    "epic": "first_tokens",
-}
+_NAMED = {"blend": DEFAULT_SELECTOR, "blend_hkvd": "gradual", "blend_single_shot": "single_shot", "epic": "first_tokens"}
 SELECTOR_OF_METHOD = {**_NAMED, **{f"blend_{name}": name for name in SELECTOR_NAMES if name not in _NAMED.values()}}
 METHOD_OF_SELECTOR = {selector: name for name, selector in reversed(SELECTOR_OF_METHOD.items())}
 FULL_REUSE = "full_reuse"

@@ -86,7 +86,8 @@ class ChatCacheBlend(BaseChatModel):
 
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
-        return {"model": self.engine.config.model, "method": self.method, "recompute_ratio": self.recompute_ratio}
+        options = {name: getattr(self, name) for name in OPTIONS if name in type(self).model_fields}
+        return {"model": self.engine.config.model, **options}
 
     def get_token_ids(self, text: str) -> list[int]:
         """The model's own tokens of a text, which LangChain counts."""

@@ -214,10 +214,9 @@ class WordIndex:
     def _telling(self, words: Iterable[str]) -> list[str]:
         """The rarest of some words, without common ones unless all are common."""
         [[chunks]] = self._db.execute("SELECT count(*) FROM words")
-        query, counts = "SELECT max(doc) FROM vocabulary WHERE term IN (?, ?)", dict[str, int]()
-        for word in words:  # the tokenizer takes the accents from some scripts' letters
-            [[count]] = self._db.execute(query, (word, _ACCENTS.sub("", normalize("NFD", word))))
-            counts[word] = count or 0
+        query = "SELECT max(doc) FROM vocabulary WHERE term IN (?, ?)"  # where some scripts' letters have lost their accents
+        spelled = {word: (word, _ACCENTS.sub("", normalize("NFD", word))) for word in words}
+        counts = {word: self._db.execute(query, both).fetchone()[0] or 0 for word, both in spelled.items()}
         found = sorted(counts, key=counts.__getitem__)
         return ([word for word in found if counts[word] <= COMMON * chunks] or found)[:MAX_WORDS]
 

@@ -334,4 +334,4 @@ def _summary(report: IngestReport) -> str:
 
 def _print_faults(faults: Mapping[str, str]) -> None:
     for why in faults.values():
-        terminal.note(f"  {why}")
+        print(terminal.visible(f"  {why}"), file=sys.stderr)  # also where `--quiet` was given

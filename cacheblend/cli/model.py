@@ -178,8 +178,7 @@ def stored_token_bytes(geometry: KVGeometry, codec: str, tokens: int) -> float:
 
 def plan(
     what: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL|PROFILE", help="A model, a config.json, or a file of `cacheblend profile`."),
+        str | None, typer.Argument(metavar="MODEL|PROFILE", help="A model, a config.json, or a file of `cacheblend profile`.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Reused tokens of a request.")] = 3072,
     ratio: Annotated[float, typer.Option(min=0, max=1, help="Recompute ratio.")] = LoaderConfig().quality_ratio,

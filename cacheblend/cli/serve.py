@@ -123,7 +123,8 @@ def serve(
             from cacheblend.service.http.app import log_config, run
             from cacheblend.service.http.server import Server
 
-        logging.config.dictConfig(log_config(min(logging.INFO, logging.getLogger().level or logging.INFO)))
+        level = logging.getLogger().level
+        logging.config.dictConfig(log_config(logging.INFO if level in (logging.NOTSET, logging.WARNING) else level))
         logger.info("the service is starting; it will listen on %s:%d", *listener.getsockname()[:2])
 
         with in_own_thread(Server, engine, serving, http, tenants) as server:

@@ -125,12 +125,7 @@ DATA_SETS = {
         prompt_tokens=3400,
     ),
     "multinews": DataSet(
-        file="multi_news_60.jsonl",
-        source=f"{_LONGBENCH} (multi_news)",
-        cases=60,
-        wording=NEWS,
-        new_tokens=256,
-        searched=False,
+        file="multi_news_60.jsonl", source=f"{_LONGBENCH} (multi_news)", cases=60, wording=NEWS, new_tokens=256, searched=False
     ),
 }
 

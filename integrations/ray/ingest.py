@@ -224,7 +224,7 @@ def _reach(address: str) -> None:
 
 
 def _absolute(config: EngineConfig) -> EngineConfig:
-    """The config with paths that mean the same in an actor, whose working folder is another."""
+    """The config with paths that mean the same in an actor, whose working folder is another, and where nobody reads KV."""
     given = {"model": config.model, "context_filler": config.context_filler, "embedder": config.retriever.embedder}
     paths = {name: str(path.absolute()) for name, one in given.items() if (path := Path(one).expanduser()).exists()}
-    return from_options(EngineConfig, {**paths, "store_dir": Path(config.store_dir).absolute()}, config)
+    return from_options(EngineConfig, {**paths, "store_dir": Path(config.store_dir).absolute(), "ram_budget_bytes": 1}, config)

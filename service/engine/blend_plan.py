@@ -171,12 +171,7 @@ def plan_blend(prompt: PromptTokens, found: Found, policy: BlendPolicy) -> Blend
     misses = [chunk for chunk, kv in zip(prompt.chunks, found.chunks, strict=True) if kv is None and chunk.key is not None]
     filled = tuple(segment for segment in segments if segment.token_ids)
     return BlendPlan(
-        segments=filled,
-        ratio=ratio,
-        full_recompute=full,
-        misses=tuple(misses),
-        predicted=predicted,
-        look_alike=sum(alike),
+        segments=filled, ratio=ratio, full_recompute=full, misses=tuple(misses), predicted=predicted, look_alike=sum(alike)
     )
 
 

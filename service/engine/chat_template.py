@@ -47,6 +47,13 @@ class ChatTemplate:
         self.takes_tools = self.is_used and re.search(r"\btools\b", for_tools) is not None
         self.thoughts = Thoughts.find(tokenizer, "".join(self._texts)) if self.is_used else None
 
+    @property
+    def undated(self) -> dict[str, str]:
+        """The template with a date in place of today's, as an argument of `apply_chat_template`; empty if it writes none."""
+        template = next((text for text in self._texts if "strftime_now" in text), None)
+        fixed = "{% macro strftime_now(format) %}2025-01-01{% endmacro %}"
+        return {} if template is None else {"chat_template": fixed + template}
+
     @cached_property
     def variables(self) -> frozenset[str]:
         """The names of the template's variables that a request may set."""

@@ -28,7 +28,7 @@ from .config import EngineConfig
 PACKAGED_FILLER = Path(__file__).parent / "context.txt"
 FILLER_TOKENS = 384
 POSITIONS_SHARE = 8  # filler and window take no more than so many parts of the model's positions: 1 and 4 of 8
-REMEMBERED_DOCUMENTS = 1024
+REMEMBERED_DOCUMENTS = 64  # of 100,000 tokens each 4 MB
 Earlier = tuple[tuple[int, ...], ...]
 
 

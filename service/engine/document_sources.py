@@ -60,7 +60,7 @@ class SourceReport:
     skipped: dict[str, str] = field(default_factory=dict)
     strict: bool = False
     faulty_parts: int = field(default=0, init=False, compare=False)  # as often as they were noted
-    _versions: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    versions: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)  # by document
 
     @contextmanager
     def noting(self, name: str, *, is_found: bool = True) -> Iterator[None]:
@@ -87,7 +87,7 @@ class SourceReport:
     def distinct(self, source: str, documents: Iterable[Document]) -> Iterator[Document]:
         """The documents of a source; of two with one id and different texts, the later one is a fault."""
         for document in documents:
-            if self.strict or self._versions.setdefault(document.id, document.version) == document.version:
+            if self.strict or self.versions.setdefault(document.id, document.version) == document.version:
                 yield document
             else:
                 self.faults[f"{source}: {document.id}"] = f"another document has the id {document.id!r}; rename it"
@@ -170,6 +170,7 @@ class DocumentStream:
         self._web.close()
 
     def _documents(self, on_file: Callable[[Path], None] = lambda _: None) -> Iterator[Document]:
+        self.report.versions.clear()  # of an earlier reading
         for source in self._sources:
             for document in self.report.distinct(source, self._read(source, on_file)):
                 yield replace(document, metadata={**self._metadata, **document.metadata})
@@ -203,16 +204,16 @@ def source_files(path: str, skipped: dict[str, str]) -> list[tuple[Path, str]]:
     `skipped` collects the files that are left out, and why.
     """
     root = Path(path)
-    if root.is_dir():
+    if path and root.is_dir():
         files = files_below(root, skipped)
-    elif root.exists():
+    elif path and root.exists():
         files, root = [root], root.parent
     elif glob.has_magic(path):
         found = [Path(name) for name in sorted(glob.glob(path, recursive=True)) if Path(name).is_file()]
         root = Path(*Path(path).parts[: next(at for at, part in enumerate(Path(path).parts) if glob.has_magic(part))])
         files = _without_links_out(found, root, skipped)
     else:
-        raise InputError(f"{path} does not exist; give a file, a folder, a pattern, or - for standard input")
+        raise InputError(f"{path or 'an empty name'} does not exist; give a file, a folder, a pattern, or - for standard input")
     if not files:
         raise InputError(f"no file of {path} can be read; give one with text")
     return [(file, file.relative_to(root).as_posix()) for file in files]

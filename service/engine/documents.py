@@ -281,7 +281,7 @@ class Documents:
 
     def prune(self, ids: Collection[str], files: Collection[str] | None = None) -> list[str]:
         """Delete all documents but those of `ids`, or of `files` the parts that are not among them; the ids of the deleted."""
-        parts = (id_ for file in files or () for id_ in self._index.ids(f"{file}#") if file_of(id_) == file)
+        parts = (id_ for file in files or () for id_ in self._index.ids(file) if file_of(id_) == file)
         gone = [id_ for id_ in (self._index.ids() if files is None else parts) if id_ not in ids]
         for group in in_groups(gone, lambda group: len(group) >= DELETED_AT_ONCE):
             with self._store.exclusive():

@@ -23,7 +23,7 @@ MAX_UNPACKED_BYTES = 512 * 2**20  # of an archive's members, as its directory sa
 MAX_MEMBERS = 20_000
 _OLE = b"\xd0\xcf\x11\xe0"  # of the Office of before 2007, in which a newer file with a password is packed
 _HEADERS = ("From", "To", "Cc", "Date", "Subject")
-_NUMBER_FORMAT = re.compile(r"[#0?][#0?,]*(?:\.([#0?]+))?(?: ?%)?(?:E[+-]0+)?")
+_NUMBER_FORMAT = re.compile(r"[#0?](?:[#0?,]*[#0?])?(?:\.([#0?]+))?(,*)(?: ?%)?(?:E[+-]0+)?")
 _FORMAT_MARKS = re.compile(r'\[\$([^]-]{0,32})[^]]{0,32}\]|\[[^]]{0,64}\]|[_*].|["\\]')  # currencies, colours, blanks, quotes
 
 
@@ -165,7 +165,9 @@ def _shown(cell: Any) -> str:
         if value < 0 and forms:
             form, value = forms[0], -value
         if (found := _NUMBER_FORMAT.search(form)) and "?/" not in form:  # a fraction
-            kind = f"{',' * (',' in found[0])}.{len(found[1] or '')}{'%' if '%' in found[0] else 'f'}"
+            value /= 1000 ** len(found[2])  # a comma behind the digits
+            comma = "," * ("," in found[0].removesuffix(found[2]))
+            kind = f"{comma}.{len(found[1] or '')}{'%' if '%' in found[0] else 'E' if 'E' in found[0] else 'f'}"
             text = f"{form[: found.start()]}{value:{kind}}{form[found.end() :]}".strip()
     note = " ".join(cell.comment.text.rpartition("Comment:\n")[2].split()) if cell.comment else ""
     return f"{text} (comment: {note})" if note else text

@@ -91,7 +91,9 @@ class FolderWatch:
                 self._delete(name, left.documents, report)
                 del self._files[name]
         with notes.noting(str(self._record)), replacing(self._record) as noted:
-            noted.write(json.dumps(self._files).encode())
+            # What could not be read is tried again after a start: it may have lacked time or memory.
+            files = {name: one._replace(seen=()) if one.fault else one for name, one in self._files.items()}
+            noted.write(json.dumps(files).encode())
         report.faults = {name: why for name, why in notes.faults.items() if self.faults.get(name) != why}
         self.faults = notes.faults
         return report

@@ -91,7 +91,7 @@ class GrammarCompiler:
         """Compile schemas, and compute the mask of the first token: a bad schema costs its own request's thread.
 
         Args:
-            schemas: the JSON has one of them; without any it is an object.
+            schemas: the JSON has one of them.
             field: of the request, for messages.
             thoughts: that come before the JSON.
 
@@ -101,7 +101,6 @@ class GrammarCompiler:
         """
         with needs_extra("structured"):
             import llguidance
-        schemas = schemas or ({"type": "object"},)
         limits, vocabulary = llguidance.LLParserLimits(verbose_errors=False, **GRAMMAR_LIMITS), self._vocabulary
         ways = [{**one, "x-guidance": {**JSON_OPTIONS, "lenient": one.get("x-guidance") == LENIENT}} for one in schemas]
         answer = "answer: " + " | ".join(f"%json {json.dumps(way)}" for way in ways)
@@ -149,7 +148,7 @@ def call_schema(name: str, parameters: Mapping[str, Any] | None, *, is_strict: b
         parameters: the schema of its arguments; None for a function without any.
         is_strict: whether such a schema is refused, by `GrammarCompiler.json`.
     """
-    arguments = {"type": "object", "additionalProperties": False} if parameters is None else parameters
+    arguments = {"type": "object", **({"additionalProperties": False} if parameters is None else parameters)}
     properties = {"name": {"const": name}, "arguments": _as_part(arguments, "#/properties/arguments", is_strict)}
     call = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
     return call if is_strict else {**call, "x-guidance": LENIENT}

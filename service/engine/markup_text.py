@@ -29,7 +29,7 @@ _SKIPPED = re.compile(
 )
 _BLOCKS = re.compile(
     "p|h|dt|dd|div|section|article|main|header|footer|nav|aside|form|fieldset|address|figure|figcaption|caption|blockquote|ul"
-    "|ol|dl|hr|body|list|title|subtitle|v|text-author|annotation|comment|ser"
+    "|ol|dl|hr|tr|td|th|summary|details|center|legend|body|list|title|subtitle|v|text-author|annotation|comment|ser"
 )
 _TABLES, _ROWS, _CELLS = {"tbl", "table"}, {"tr", "table-row"}, {"tc", "td", "th", "table-cell", "covered-table-cell"}
 _BREAKS = {"br": "\n", "cr": "\n", "line-break": "\n", "tab": "\t", "s": " ", "noBreakHyphen": "-"}

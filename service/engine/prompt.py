@@ -202,7 +202,8 @@ class PromptRenderer:
         self.template = ChatTemplate(tokenizer, self._plain, is_used=chat)
         self._bos = self.template.opening_ids()
         self._before_question, self._after_question = before_question, "" if self.template.is_used else after_question
-        self.prefix = self._frame([Message("user", "")], instruction, with_chunks=True).prefix
+        kwargs = self.template.undated  # the prefix names stored KV, whatever the day
+        self.prefix = self._frame([Message("user", "")], instruction, template_kwargs=kwargs, with_chunks=True).prefix
 
     def question(self, question: str) -> PromptTokens:
         """The prompt of a question over chunks.

@@ -176,8 +176,8 @@ class CallReader:
             calls.append(call)
             if held[at:].lstrip().startswith(CLOSES):
                 at = held.index(CLOSES, at) + len(CLOSES)
-            if not held[at:].strip():
-                at = len(held)
+            if not (rest := held[at:].lstrip()) or rest.startswith(OPENS):
+                at = len(held) - len(rest)
         return before + held[at:], calls[: self._max_calls]
 
     def _bare_calls(self, text: str) -> list[Call]:

@@ -28,7 +28,7 @@ from cacheblend.service.engine.request import Request as PromptRequest
 from cacheblend.service.serving.scheduler import late_error
 
 from .answers import ChatChoice, TextChoice, answer_report, usage
-from .guard import JsonRoute, error_body, refused
+from .guard import JsonRoute, error_body, log_failure, refused
 from .schemas import ChatBody, CompletionBody, ToolBody
 from .server import Server, run_call, while_client_waits
 
@@ -303,6 +303,7 @@ class Generation:
             try:
                 index, event = await self.next()
             except Exception as error:
+                log_failure(error)
                 yield error_body(error)
                 return
         if has_usage:

@@ -135,16 +135,21 @@ def error_body(error: Exception) -> dict[str, Any]:
 
 
 def error_response(error: Exception) -> JSONResponse:
-    """The response to an error; a failure of the service's own is logged."""
-    status, _ = _status_and_code(error)
-    if status >= 500 and not isinstance(error, ShuttingDownError | DeadlineError | OtherIndexError):
-        logger.error("request %s met an error", REQUEST_ID.get(), exc_info=error)
-    headers = {}
+    """The response to an error, see `log_failure`."""
+    status, headers = log_failure(error), dict[str, str]()
     if isinstance(error, QueueFullError):
         headers["Retry-After"] = str(error.retry_after_s)
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(error_body(error), status, headers)
+
+
+def log_failure(error: Exception) -> int:
+    """Log a failure of the service's own; returns the status of an error's response."""
+    status, _ = _status_and_code(error)
+    if status >= 500 and not isinstance(error, ShuttingDownError | DeadlineError | OtherIndexError):
+        logger.error("request %s met an error", REQUEST_ID.get(), exc_info=error)
+    return status
 
 
 def _status_and_code(error: Exception) -> tuple[int, str | None]:

@@ -396,8 +396,9 @@ class GenerationBody(StrictModel):
         form = self.response_format
         if form is None or form.type == "text":
             return None
-        held = [] if form.json_schema is None else [answer_schema(form.json_schema.schema_, is_strict=form.json_schema.strict)]
-        return "response_format", held
+        if form.json_schema is None:
+            return "response_format", [{"type": "object"}]
+        return "response_format", [answer_schema(form.json_schema.schema_, is_strict=form.json_schema.strict)]
 
 
 def _beside(name: str) -> AfterValidator:

@@ -139,7 +139,7 @@ def thinking_tokenizer(template: str) -> PreTrainedTokenizerFast:
 def grammar_of(compiler: GrammarCompiler, text: str) -> Grammar:
     """The grammar of one text, marks of thoughts included."""
     llguidance = pytest.importorskip("llguidance")
-    compiler.json()  # makes the vocabulary
+    compiler.json({"type": "object"})  # makes the vocabulary
     ids = compiler._tokenizer(text, add_special_tokens=False)["input_ids"]
     lark = llguidance.LLMatcher.grammar_from_lark(f"start: {' '.join(f'<[{token}]>' for token in ids)}")
     return Grammar(llguidance.LLMatcher(compiler._vocabulary, lark), "test")

@@ -155,11 +155,19 @@ def test_office_files_with_odd_parts(tmp_path: Path) -> None:
     flat = f'<o xmlns:x="x"><x:body><x:text>{flat}{cells}</x:text></x:body></o>'
     (tmp_path / "fees.fodt").write_text(flat)
     (tmp_path / "hall.html").write_text("<table><tr><td>A<td>B<tr><td colspan=2>By day<tr><td>1<td>2</table>")
+    (tmp_path / "mail.html").write_text("<table><tr><td>Dear Ann,</td></tr><tr><td>it ships</td></tr></table>")
     openpyxl = pytest.importorskip("openpyxl")
     sheet = (workbook := openpyxl.Workbook()).active
-    for row in (["Tariff 2031", None, None], ["Boat", "Share", "Note"], ["Alma", 0.25, -1.6], ["Bern", 12, "NA"]):
+    for row in (
+        ["Tariff 2031", None, None],
+        ["Boat", "Share", "Note"],
+        ["Alma", 0.25, -1.6],
+        ["Bern", 12, "NA"],
+        ["Cato", 5e6, 1.23e-5],
+    ):
         sheet.append(row)
-    sheet["B3"].number_format, sheet["C3"].number_format = "0%", "+0.0;-0.0"
+    for cell, form in {"B3": "0%", "C3": "+0.0;-0.0", "B5": '#,##0,,"M"', "C5": "0.00E+00"}.items():
+        sheet[cell].number_format = form
     sheet["B4"].comment = openpyxl.comments.Comment("ask Vega", "v")
     workbook.save(tmp_path / "tariff.xlsm")
     texts, report = read(tmp_path)
@@ -169,8 +177,9 @@ def test_office_files_with_odd_parts(tmp_path: Path) -> None:
         "book.epub": "# Quay\n\nThe quay is long.",
         "fees.fodt": "## Fees\n\nForty crowns\n\n| A | 7 |\n| --- | --- |",
         "hall.html": "| A | B |\n| --- | --- |\n| By day |  |\n| 1 | 2 |",
+        "mail.html": "Dear Ann,\n\nit ships",
         "tariff.xlsm#sheet=Sheet": "Tariff 2031\n\n| Boat | Share | Note |\n| --- | --- | --- |\n| Alma | 25% | -1.6 |\n"
-        "| Bern | 12 (comment: ask Vega) | NA |",
+        "| Bern | 12 (comment: ask Vega) | NA |\n| Cato | 5M | 1.23E-05 |",
     }
 
 

@@ -73,6 +73,13 @@ def test_with_template() -> None:
     assert [token for token in prompt.suffix if token in (BOS, EOS)] == [EOS, BOS]
 
 
+def test_a_templates_date_is_not_in_the_prefix_of_all() -> None:
+    """What names stored KV does not change with the day; a prompt has today's."""
+    renderer = PromptRenderer(tokenizer("{{ strftime_now('%Y-%m-%d') }}" + TEMPLATE), INSTRUCTION)
+    assert "2025-01-01" in tokenizer().decode(renderer.prefix)
+    assert "2025-01-01" not in tokenizer().decode(renderer.question(QUESTION).prefix)
+
+
 def test_chunks_keep_their_ids(renderer: PromptRenderer) -> None:
     """Chunks stand in the prompt with the very ids that they were split into, wherever they stand."""
     chunks = split([*ODD_DOCUMENTS, *DOCUMENTS])

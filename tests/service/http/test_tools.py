@@ -18,9 +18,11 @@ from thinking import grammar_of
 
 from cacheblend.blend import Fusor
 from cacheblend.service import Engine
+from cacheblend.service.engine.grammar import call_schema
 from cacheblend.service.engine.prompt import Message
 from cacheblend.service.http import chat
 from cacheblend.service.http.answers import CallReader
+from cacheblend.service.http.schemas import ChatBody
 from cacheblend.service.serving.scheduler import ServingConfig
 
 # In little what Qwen's is.
@@ -287,6 +289,15 @@ def test_a_model_without_tools(openai_client: openai.OpenAI) -> None:
     assert ask(openai_client, tools=[TIME], tool_choice="none", max_tokens=1).choices[0].finish_reason == "length"
 
 
+def test_what_an_answer_beside_tools_may_be() -> None:
+    """Without a schema any object beside the calls, whose arguments are an object whatever their schema says."""
+    asked = {"messages": [USER], "tools": [TIME], "response_format": {"type": "json_object"}}
+    body = ChatBody.model_validate(asked)
+    assert body.answer_schemas is not None
+    assert body.answer_schemas[1][-1] == {"type": "object"}
+    assert call_schema("f", {}, is_strict=True)["properties"]["arguments"] == {"type": "object"}
+
+
 ONE = '{"name": "f", "arguments": {"a": "é</tool_call>"}}'
 BRACES = r'{"name": "f", "arguments": {"a": "}] {\"a\": 1}, <tool_call>"}}'
 
@@ -295,7 +306,7 @@ BRACES = r'{"name": "f", "arguments": {"a": "}] {\"a\": 1}, <tool_call>"}}'
     ("text", "kept", "calls"),
     [
         (f"<tool_call>{ONE}</tool_call>", "", 1),
-        (f"a<tool_call>{ONE}</tool_call>\n<tool_call>{ONE}</tool_call>\n", "a\n", 2),
+        (f"a<tool_call>{ONE}</tool_call>\n<tool_call>{ONE}</tool_call>\n", "a", 2),
         (f"<tool_call>\n{ONE}\n", "", 1),
         (f" {ONE} ", "", 1),
         (f"{ONE}; {ONE}", "", 2),
