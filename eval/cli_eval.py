@@ -164,7 +164,7 @@ def documents(
     Examples:
 
         cacheblend eval documents ./handbook --questions questions.txt
-        cacheblend eval documents ./handbook --questions q.txt --methods full_recompute,blend --ratios 0.05,0.3
+        cacheblend eval documents ./docs --questions q.txt --methods full_recompute,epic
     """
     source = DocumentsSource(documents=folder, questions=questions, cases=cases, preset=_changed(Preset(), settings))
     _run(source, model, out, settings, as_json=as_json)
