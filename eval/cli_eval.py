@@ -164,7 +164,7 @@ def documents(
     Examples:
 
         cacheblend eval documents ./handbook --questions questions.txt
-        cacheblend eval documents ./docs --questions q.txt --methods full_recompute,epic
+        cacheblend eval documents ./docs --questions q.txt --methods blend,epic
     """
     source = DocumentsSource(documents=folder, questions=questions, cases=cases, preset=_changed(Preset(), settings))
     _run(source, model, out, settings, as_json=as_json)
