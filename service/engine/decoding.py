@@ -230,8 +230,8 @@ class Decoding:
 
 
 def token_bytes(tokenizer: Any, token_id: int) -> bytes:
-    """The bytes of a token's text, which may be a part of a character."""
-    text: str = tokenizer.decode([token_id])
+    """The bytes of a token's text, which may be a part of a character; some have a space before them, where others come first."""
+    text: str = tokenizer.decode([token_id, token_id])[len(tokenizer.decode([token_id])) :]
     if UNFINISHED not in text:
         return text.encode()
     token = str(tokenizer.convert_ids_to_tokens(token_id))
