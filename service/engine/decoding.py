@@ -230,7 +230,7 @@ class Decoding:
 
 
 def token_bytes(tokenizer: Any, token_id: int) -> bytes:
-    """The bytes of a token's text, which may be a part of a character; some have a space before them, where others come first."""
+    """The bytes of a token's text, perhaps a part of a character; with the space that some have where others come first."""
     text: str = tokenizer.decode([token_id, token_id])[len(tokenizer.decode([token_id])) :]
     if UNFINISHED not in text:
         return text.encode()
