@@ -296,7 +296,7 @@ class Retriever(IndexedDocuments):
                 metadata = self._catalog.metadata(chunk.document_id)
                 distance = min(index.distance(id_, vector_D) for vector_D in vectors)
                 found.setdefault(text, ScoredChunk(chunk, distance, metadata=metadata))
-        if len(found) < count and candidates < size:  # equal texts have the places of others
+        if len(found) < count and candidates < min(size, 16 * CANDIDATES):  # equal texts have the places of others
             return self._find(index, texts, vectors, num_chunks, among, 4 * candidates)
         return list(found.values())
 

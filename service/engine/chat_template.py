@@ -50,7 +50,7 @@ class ChatTemplate:
     @property
     def undated(self) -> dict[str, str]:
         """The template with a date in place of today's, as an argument of `apply_chat_template`; empty if it writes none."""
-        template = next((text for text in self._texts if "strftime_now" in text), None)
+        template = next((text for text in self._texts[:1] if "strftime_now" in text), None)
         fixed = "{% macro strftime_now(format) %}2025-01-01{% endmacro %}"
         return {} if template is None else {"chat_template": fixed + template}
 
