@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.cli import options, terminal
@@ -63,6 +62,17 @@ def load(
             targets, requests, swept, max_tokens=max_tokens, timeout_s=timeout_s, seed=seed, on_progress=progress
         )
         steps = asyncio.run(loading)
+    columns = ("target", "rate_rps", "answered", "requests", "ttft_s_p50", "ttft_s_p90", "ttft_s_p99", "throughput_rps")
+    rows = ([f"{step[name]:.3g}" if isinstance(step[name], float) else step[name] for name in columns] for step in steps)
+    if as_json:
+        terminal.print_json({"data_set": name, "cases": len(requests), "steps": steps})
+    else:
+        terminal.print_table(columns, rows)
+    for step in steps:
+        if not step["answered"]:
+            terminal.note(f"{step['target']} answered none at {step['rate_rps']:g} a second: {step['first_error']}")
+    if not any(step["answered"] for step in steps):
+        raise typer.Exit(1)
     if figure is not None:
         from cacheblend.eval.run.report import draw_lines
 
@@ -73,14 +83,6 @@ def load(
             log_x=True,
             log_y=True,
         )
-    if as_json:
-        terminal.print_json({"data_set": name, "cases": len(requests), "steps": steps})
-        return
-    columns = ("target", "rate_rps", "answered", "requests", "ttft_s_p50", "ttft_s_p90", "ttft_s_p99", "throughput_rps")
-    table = Table(*columns, box=None)
-    for step in steps:
-        table.add_row(*(f"{step[name]:.3g}" if isinstance(step[name], float) else str(step[name]) for name in columns))
-    terminal.stdout.print(table)
 
 
 def _base(url: str) -> str:

@@ -176,10 +176,11 @@ async def ask(
         async with client.stream("POST", url, json=body, headers=target.headers) as response:
             if response.status_code != httpx.codes.OK:
                 raise ValueError(f"{response.status_code} {(await response.aread()).decode(errors='replace')}")
-            async for line in response.aiter_lines():
-                data = line.removeprefix("data:").strip()
-                if line.startswith("data:") and data != "[DONE]":
-                    has_ended |= sample.read(json.loads(data), time.perf_counter() - started)
+            received = b""  # `aiter_lines` would split at U+2028 too, which JSON may hold
+            async for block in response.aiter_bytes():
+                *lines, received = (received + block).split(b"\n")
+                for data in (line.removeprefix(b"data:").strip() for line in lines if line.startswith(b"data:")):
+                    has_ended |= data != b"[DONE]" and sample.read(json.loads(data), time.perf_counter() - started)
         if not has_ended:
             raise ValueError("the stream ended before the answer did")
     except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:

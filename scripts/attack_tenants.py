@@ -265,7 +265,7 @@ class Attacks:
         until, statuses = time.monotonic() + 5, set[int]()
 
         def loop() -> None:
-            with httpx.Client(base_url=self._address, timeout=TIMEOUT_S) as client:
+            with httpx.Client(base_url=self._client.base_url, timeout=TIMEOUT_S) as client:
                 while time.monotonic() < until:
                     statuses.add(client.get("/metrics").status_code)
 
@@ -383,7 +383,8 @@ def try_findings(address: str, keys: dict[str, str], pid: int, names: Sequence[s
                 "mib": round(mib),
                 "cpu_s": round(cpu_s, 1),
             }
-            row["holds"] = set(statuses) <= right and all(row[bounded] <= bound for bounded, bound in FINDING_BOUNDS.items())
+            is_right = bool(statuses) == bool(right) and set(statuses) <= right
+            row["holds"] = is_right and all(row[bounded] <= bound for bounded, bound in FINDING_BOUNDS.items())
             rows[name] = row
             print(f"{name:10}", *(f"{key} {value}" for key, value in row.items()), flush=True)
     return rows

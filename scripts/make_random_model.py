@@ -175,7 +175,7 @@ def read_corpus(paths: Iterable[Path]) -> Iterator[str]:
         if path.suffix == ".txt":
             yield path.read_text(encoding="utf-8")
         elif path.suffix == ".jsonl":
-            for line in path.read_text(encoding="utf-8").splitlines():
+            for line in filter(str.strip, path.read_text(encoding="utf-8").split("\n")):
                 record = json.loads(line)
                 for passage in (record, *record.get("passages", ())):
                     yield " ".join(passage[key] for key in ("title", "text") if passage.get(key))

@@ -151,7 +151,7 @@ class Measure:
             source=self._source(cases, number),
             model=self.model,
             methods=(*METHODS, *more),
-            ratios=RATIOS,
+            ratios=RATIOS if more else RATIOS[:1],
             max_new_tokens=NEW_TOKENS,
         )
 

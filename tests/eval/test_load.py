@@ -69,8 +69,9 @@ def test_ttft_is_the_first_text() -> None:
         (lambda _: sse("{"), "JSON"),
         (lambda _: sse({"choices": 3}), "TypeError"),
         (lambda _: sse(piece(None, "stop")), ""),
+        (lambda _: sse(json.dumps(piece("a\u2028b\x85", "stop"), ensure_ascii=False)), ""),
     ],
-    ids=["full", "broken", "error in the stream", "cut off", "no JSON", "odd JSON", "an empty answer"],
+    ids=["full", "broken", "error in the stream", "cut off", "no JSON", "odd JSON", "an empty answer", "other line ends"],
 )
 def test_what_a_server_may_do(answer: Any, named: str) -> None:
     """Whatever comes back is counted, and raises nothing."""
@@ -164,3 +165,5 @@ def test_usage_errors(tmp_path: Path, cacheblend: Run) -> None:
             code, out, err = cacheblend("eval", "load", *arguments)
             assert (code, out) == (2, ""), err
             assert says in err
+        code, out, err = cacheblend("eval", "load", "musique", "--data", tmp_path, "--peer", f"a={address}", "--rates", "1")
+        assert (code, "throughput_rps" in out, "at 1 a second: ValueError: 500" in err) == (1, True, True), (out, err)

@@ -94,10 +94,7 @@ export async function list(further = false) {
   const limit = further ? LISTED : Math.min(MAX_LISTED, Math.max(LISTED, $("documents").children.length));
   const number = ++lists;
   const page = await readPage(limit, further ? last : null);
-  if (!resumed) {
-    resumed = true;
-    act(resume);
-  }
+  if (!resumed) act(resume);
   if (number !== lists) return;
   if (!further) $("documents").replaceChildren();
   $("documents").append(...page.data.map(row));
@@ -154,10 +151,12 @@ function line(name) {
   };
   return async (start) => {
     try {
-      const { status, errors, report } = await follow(await start());
+      const { status, errors, faults, report } = await follow(await start());
       if (status === "cancelled") return end(`${name}: cancelled.`, true);
       if (errors.length) throw new Error(errors[0].message);
-      if (report.unchanged === report.documents) return end(`${name} is there already, unchanged.`);
+      const why = faults.length ? `${faults[0]} (${counted(faults.length, "fault")})` : "";
+      if (report.unchanged === report.documents) return end(`${name} is there already, unchanged. ${why}`);
+      if (why) return end(why);
       item.remove();
       return true;
     } catch (error) {
@@ -183,6 +182,7 @@ async function add(files) {
 
 /** Show the uploads that go on, as an earlier page has begun them. */
 async function resume() {
+  resumed = true;
   const { data } = await json("/v1/ingests");
   const going = data.filter(({ status }) => ["waiting", "running"].includes(status));
   await Promise.all(going.map(async (job) => (await line(job.name)(async () => job)) && act(list)));

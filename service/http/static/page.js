@@ -73,9 +73,8 @@ function showFollowUp() {
 /** Why no chunk went into an answer. */
 function reasonWithout(report) {
   if (report.passages) return "The question brings its own passages, so no chunks of your documents were retrieved for it.";
-  const own = "The answer is what the model knows itself, from none of your documents";
-  if ($("documents").children.length === 0) return `${own}: there are none yet.`;
-  return `${own}: ${numberIn("num_chunks") === 0 ? "it was asked for without chunks" : report.no_chunks_reason}.`;
+  const why = numberIn("num_chunks") === 0 ? "it was asked for without chunks" : report.no_chunks_reason;
+  return `The answer is what the model knows itself, from none of your documents: ${listed.length ? why : "there are none yet"}.`;
 }
 
 function showReport(report) {
@@ -124,8 +123,7 @@ async function answer(question, signal) {
 /** Have the service compute the same prompt in full, and show how much longer its first token takes. */
 async function compare(signal) {
   const { request, report } = last;
-  hasCompared = true;
-  $("compare").hidden = true;
+  $("compare").hidden = hasCompared = true;
   const blended = firstToken(report);
   $("gain_words").textContent = "to the first token; full prefill is being measured";
   const asked = { ...request, method: "full_recompute", recompute_ratio: undefined, stream: false, max_tokens: 1, return_chunks: false };
@@ -136,6 +134,7 @@ async function compare(signal) {
     const how = times > 1.05 ? "as fast" : times < 0.95 ? "as fast, so slower" : "as fast, so no gain";
     $("gain_words").textContent = `${how}: first token after ${inSeconds(blended)}, with full prefill ${inSeconds(full)}`;
   } catch (error) {
+    if (last?.report !== report) throw error; // the page shows another question
     $("gain_words").textContent = "to the first token";
     $("compare").hidden = false;
     throw error;
@@ -194,7 +193,8 @@ async function showStore() {
       `The store has KV of ${counted(store.nvme.entries, "chunk")}: RAM ${fill(store.ram)}, NVMe ${fill(store.nvme)}` +
       (asked ? `; hit rate ${Math.round((100 * hits) / asked)} %.` : ".");
     const now = `${store.documents} ${store.chunks}`;
-    if (holds && holds !== now && !$("documents").contains(document.activeElement)) await list(); // by another tab or program
+    if (holds && $("documents").contains(document.activeElement)) return; // listed when no row has the focus any more
+    if (holds && holds !== now) await list(); // by another tab or program
     holds = now;
   } catch {
     $("store").textContent = $("key_form").hidden ? "The service cannot be reached" : "";

@@ -63,6 +63,10 @@ def test_ask(page: Any, address: str, engine: Engine) -> None:
     earlier = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": expected.text}]
     assert sent.value.post_data_json["messages"] == [*earlier, {"role": "user", "content": "And then?"}]
     page.locator("#with", has_text="goes with the 2 turns before it").wait_for()
+    page.route("**/v1/chat/completions", lambda _: None)
+    page.locator("#compare").click()
+    page.locator("#examples button").first.click()
+    assert page.locator("#compare").is_hidden(), "another question is asked"
     page.get_by_role("button", name="Start anew").click()
     assert page.locator("#answered").is_hidden()
     assert page.locator("#with").is_hidden()
@@ -370,6 +374,9 @@ def test_a_file_of_a_known_name(page: Any, open_engine: OpenEngine, tmp_path: Pa
         wait_until(lambda: texts() == ["The lamp is red."])
         wait_until(lambda: page.locator("#uploads li").count() == 0)
         assert page.locator("#documents li").count() == 1
+        (lines := tmp_path / "lines.jsonl").write_text('{"id": "a", "text": "The lamp is blue."}\n{\n')
+        add.set_input_files([lines])
+        page.get_by_text(re.compile(r"lines\.jsonl, line 2: not JSON .*\(1 fault\)")).wait_for()
         assert fits(page)
 
 
