@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("data"))
     given = parser.parse_args(arguments)
     text, wanted = given.original.read_text("utf-8"), known[given.name]
-    raws = json.loads(text) if text.startswith("[") else map(json.loads, text.splitlines())
+    raws = json.loads(text) if text.startswith("[") else map(json.loads, filter(None, text.split("\n")))
     made = {case["id"]: case for case in map(example, raws) if case["id"] in wanted}
     given.out.mkdir(parents=True, exist_ok=True)
     with (given.out / DATA_SETS[given.name].file).open("w", encoding="utf-8") as file:

@@ -41,6 +41,7 @@ _SHAPE: dict[str, Any] = {
 }
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _SLIDING = ["sliding_attention", "full_attention"] * 2
+_GEMMA = _SHAPE | {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW, "layer_types": _SLIDING}
 
 
 def _llama(**more: Any) -> PretrainedConfig:
@@ -64,21 +65,9 @@ CONFIGS: dict[str, Any] = {
     "qwen2": lambda: Qwen2Config(**_SHAPE),
     "qwen2-window": lambda: Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2),
     "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=24),
-    "gemma2": lambda: Gemma2Config(
-        **_SHAPE,
-        head_dim=16,
-        query_pre_attn_scalar=16,
-        sliding_window=WINDOW,
-        layer_types=_SLIDING,
-        attn_logit_softcapping=5.0,
-        final_logit_softcapping=10.0,
-    ),
+    "gemma2": lambda: Gemma2Config(**_GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=10.0),
     "gemma3": lambda: Gemma3TextConfig(
-        **_SHAPE,
-        head_dim=16,
-        query_pre_attn_scalar=16,
-        sliding_window=WINDOW,
-        layer_types=_SLIDING,
+        **_GEMMA,
         rope_parameters={
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},

@@ -35,8 +35,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def deaths(context: ForkServerContext, prepared: Path, folder: Path, operation: str) -> Iterator[Path]:
     """A copy of the store for each step of an operation at which a process died."""
     for step in range(200):
-        directory = folder / str(step)
-        shutil.copytree(prepared, directory)
+        directory = shutil.copytree(prepared, folder / str(step))
         process = context.Process(target=die_at, args=(directory, operation, step))
         process.start()
         process.join()
@@ -75,8 +74,7 @@ def test_killed_at_every_step(context: ForkServerContext, prepared: Path, tmp_pa
 
 def test_killed_while_a_catalog_is_made_again(context: ForkServerContext, prepared: Path, tmp_path: Path) -> None:
     """A store whose catalog is gone has every entry again, also where the first process to make it anew died."""
-    without = tmp_path / "without"
-    shutil.copytree(prepared, without)
+    without = shutil.copytree(prepared, tmp_path / "without")
     for path in without.glob("catalogue.sqlite*"):
         path.unlink()
     for directory in deaths(context, without, tmp_path, "open"):
@@ -107,8 +105,7 @@ def test_another_process_finishes_what_a_killed_one_left(
     """A process that has the store open removes, with its next change, the file that a killed one left without a row."""
     found = 0
     for step in range(200):
-        directory = tmp_path / str(step)
-        shutil.copytree(prepared, directory)
+        directory = shutil.copytree(prepared, tmp_path / str(step))
         with open_store(directory) as store:
             process = context.Process(target=die_at, args=(directory, "put, which evicts", step))
             process.start()
@@ -128,8 +125,7 @@ def test_killed_in_a_commit_that_others_do_not_see(
     context: ForkServerContext, prepared: Path, tmp_path: Path, operation: str
 ) -> None:
     """A commit that is in the log and was never announced is undone by who finishes the change, and stays undone."""
-    directory, left = tmp_path / "store", tmp_path / "left"
-    shutil.copytree(prepared, directory)
+    directory, left = shutil.copytree(prepared, tmp_path / "store"), tmp_path / "left"
     with open_store(directory) as store:
         process = context.Process(target=die_in_commit, args=(directory, operation))
         process.start()
@@ -147,8 +143,7 @@ def test_killed_in_a_commit_that_others_do_not_see(
 
 def test_repair_of_a_row_whose_file_was_damaged_meanwhile(prepared: Path, tmp_path: Path) -> None:
     """What is to be entered into the catalog and turns out to be damaged leaves no row behind."""
-    directory = tmp_path / "store"
-    shutil.copytree(prepared, directory)
+    directory = shutil.copytree(prepared, tmp_path / "store")
     with open_store(directory) as store:
         path = file_of(directory, 3)
         path.write_bytes(b"torn")
@@ -160,8 +155,7 @@ def test_repair_of_a_row_whose_file_was_damaged_meanwhile(prepared: Path, tmp_pa
 
 def test_catalog_older_than_the_files(prepared: Path, tmp_path: Path) -> None:
     """With a catalog from a backup, what it lacks and what is gone are misses, and `repair` brings both in line."""
-    directory = tmp_path / "store"
-    shutil.copytree(prepared, directory)
+    directory = shutil.copytree(prepared, tmp_path / "store")
     with open_store(directory) as store:
         store.put(*PAIRS[4])
         store.put(*PAIRS[5])
@@ -179,8 +173,7 @@ def test_catalog_older_than_the_files(prepared: Path, tmp_path: Path) -> None:
 
 def test_catalog_taken_away_from_an_open_store(prepared: Path, tmp_path: Path) -> None:
     """A store whose catalog is replaced under it refuses to change anything, instead of losing what it writes."""
-    directory = tmp_path / "store"
-    shutil.copytree(prepared, directory)
+    directory = shutil.copytree(prepared, tmp_path / "store")
     with open_store(directory) as store:
         for path in directory.glob("catalogue.sqlite*"):
             os.rename(path, tmp_path / path.name)
