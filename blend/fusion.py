@@ -174,7 +174,7 @@ class Fusion:
     def _ask(self) -> Generator[LayerReport, None, None]:
         """Run the question over the stored KV, and add up what it attends to in all layers but the last."""
         runner, prompt = self._runner, self._prompt
-        rows = Rows.of(question_rows(prompt), runner.geometry.device)
+        rows = Rows.of(question_rows(prompt, reads_all=self._keeps_reuse), runner.geometry.device)
         question = Question(rows, prompt.fresh_N, runner.geometry.device)
         hidden_1SM = runner.embed(self._token_ids_N[rows.on_device_S])
         to_rotate = prompt.runs_to_rotate()

@@ -207,24 +207,29 @@ class IsolatedPass(CachePass):
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 
 
-def question_rows(prompt: Prompt) -> Tensor:
+def question_rows(prompt: Prompt, *, reads_all: bool = False) -> Tensor:
     """Sorted positions (S,) of the question pass: the question's tokens after the last reusable one, at least the last token.
 
     Fresh tokens at the prompt's start run too: the attention sink (first token) must be among the rows, or the weights are
     meaningless. Exact tokens need not run: up to `MAX_START_TOKENS` the choice is equal whether or not a prefix was cached.
+
+    With `reads_all` every fresh token runs, so that the last one's logits are full reuse's of this very prompt; unless it is so
+    many more that a needless second round costs less.
     """
     reusable = prompt.reusable_N.nonzero()[:, 0]
     first = int(reusable[-1]) + 1 if len(reusable) else 0
     question = torch.arange(min(max(first, len(prompt) - MAX_QUESTION_TOKENS), len(prompt) - 1), len(prompt))
     before = min(int(reusable[0]) if len(reusable) else 0, int(question[0]), MAX_START_TOKENS)
-    return torch.cat([prompt.fresh_N[:before].nonzero()[:, 0], question])
+    rows = torch.cat([prompt.fresh_N[:before].nonzero()[:, 0], question])
+    fresh = torch.cat([prompt.fresh_N[:-1].nonzero()[:, 0], question[-1:]])
+    return fresh if reads_all and len(fresh) - len(rows) <= len(reusable) // 4 else rows
 
 
 class Question:
     """The rows from `question_rows`, and their attention masks, made once for each kind of layer.
 
     `unread_N` is a boolean mask (N,) of the cache misses, whose KV is not known yet. The rows' own KV is known. `first_row` is
-    the first row of the question itself.
+    the first row of the question's that score.
     """
 
     def __init__(self, rows: Rows, unread_N: Tensor, device: torch.device) -> None:
@@ -236,7 +241,7 @@ class Question:
         self.among_readable_S = torch.searchsorted(self._key_K, rows.positions_S)
         gaps = (rows.positions_S.diff() > 1).nonzero()[:, 0] + 1
         self._starts = [0, *gaps.tolist()]
-        self.first_row = self._starts[-1]
+        self.first_row = max(self._starts[-1], len(rows.positions_S) - MAX_QUESTION_TOKENS)
         self._blocks: dict[object, list[Block]] = {}
 
     def blocks(self, window: int | None, dtype: torch.dtype) -> list[Block]:

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter, Request
 
@@ -21,7 +21,6 @@ from .guard import ApiError, JsonRoute, error_body
 logger = logging.getLogger(__name__)
 router = APIRouter(route_class=JsonRoute)
 MAX_ENDED = 100
-_Error = TypeVar("_Error", bound=Exception)
 MAX_NAME_CHARACTERS = 200  # of a file, and of an upload in a list
 Work = Callable[[Progress], IngestReport]
 
@@ -51,7 +50,7 @@ class Ingest:
     progress: tuple[str, int, int] = ("waiting", 0, 0)
     parts_done: int = 0
     report: IngestReport = field(default_factory=IngestReport)
-    errors: dict[str, CacheBlendError] = field(default_factory=dict)
+    errors: dict[str, Exception] = field(default_factory=dict)
     faults: dict[str, str] = field(default_factory=dict)
     call: Call[IngestReport] = field(init=False)
 
@@ -163,7 +162,7 @@ class Ingests:
         return found
 
 
-def _bare(error: _Error) -> _Error:
+def _bare(error: Exception) -> Exception:
     """The error without its frames and those before it, which hold the documents."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
