@@ -240,8 +240,8 @@ class Question:
         self.readable_K = None if bool(readable_N.all()) else upload(self._key_K, device)
         self.among_readable_S = torch.searchsorted(self._key_K, rows.positions_S)
         gaps = (rows.positions_S.diff() > 1).nonzero()[:, 0] + 1
-        self._starts = [0, *gaps.tolist()]
-        self.first_row = max(self._starts[-1], len(rows.positions_S) - MAX_QUESTION_TOKENS)
+        self._starts = sorted({0, *gaps.tolist(), *range(len(rows.positions_S) - MAX_QUESTION_TOKENS, 0, -MAX_QUESTION_TOKENS)})
+        self.first_row = self._starts[-1]
         self._blocks: dict[object, list[Block]] = {}
 
     def blocks(self, window: int | None, dtype: torch.dtype) -> list[Block]:

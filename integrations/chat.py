@@ -90,7 +90,7 @@ class EngineChat:
             case None | {"type": "text"}:
                 return None
             case {"type": "json_object"}:
-                return self._grammars.json(thoughts=thoughts)
+                return self._grammars.json({"type": "object"}, thoughts=thoughts)
             case {"type": "json_schema", "json_schema": {"schema": Mapping() as schema, **others}}:
                 return self._grammars.json(answer_schema(schema, is_strict=bool(others.get("strict"))), thoughts=thoughts)
         raise InputError('response_format: type must be "json_object", or "json_schema" with json_schema={"schema": {...}}')
