@@ -165,7 +165,7 @@ def _shown(cell: Any) -> str:
         if value < 0 and forms:
             form, value = forms[0], -value
         if (found := _NUMBER_FORMAT.search(form)) and "?/" not in form:  # a fraction
-            value /= 1000 ** len(found[2])  # a comma behind the digits
+            value /= 1000 ** len(found[2])  # a comma after the digits scales
             comma = "," * ("," in found[0].removesuffix(found[2]))
             kind = f"{comma}.{len(found[1] or '')}{'%' if '%' in found[0] else 'E' if 'E' in found[0] else 'f'}"
             text = f"{form[: found.start()]}{value:{kind}}{form[found.end() :]}".strip()

@@ -92,7 +92,7 @@ def test_log_lines() -> None:
 
 
 def test_progress_without_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is a bar on a terminal is a line every ten seconds elsewhere."""
+    """Without a terminal a bar of progress is a line every ten seconds."""
     monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=count(0, 4).__next__))
     with terminal.progress_bars() as progress:
         for done in range(7):

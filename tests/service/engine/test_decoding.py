@@ -58,7 +58,7 @@ def test_stop(words: str, stop: list[str]) -> None:
 
 
 def test_stop_strings_wait_for_the_least_tokens() -> None:
-    """What stands in the first tokens' text ends nothing, the first one after it does."""
+    """A stop string in the text of the first tokens does not end the answer; the first one after it does."""
     text = TextStream(tiny_tokenizer(), ["ab"], min_tokens=4)
     pieces = [text.add(tiny_tokenizer().convert_tokens_to_ids(letter)) for letter in "abbabbab"]
     assert ("".join([*pieces[:8], text.finish()]), text.stop_string) == ("abbabb", "ab")

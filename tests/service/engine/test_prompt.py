@@ -74,7 +74,7 @@ def test_with_template() -> None:
 
 
 def test_a_templates_date_is_not_in_the_prefix_of_all() -> None:
-    """What names stored KV does not change with the day; a prompt has today's."""
+    """The prefix that names stored KV has a fixed date; a prompt has today's."""
     renderer = PromptRenderer(tokenizer("{{ strftime_now('%Y-%m-%d') }}" + TEMPLATE), INSTRUCTION)
     assert "2025-01-01" in tokenizer().decode(renderer.prefix)
     assert "2025-01-01" not in tokenizer().decode(renderer.question(QUESTION).prefix)
