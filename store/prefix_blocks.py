@@ -9,7 +9,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -235,16 +235,14 @@ class PrefixBlocks:
         """
         names: list[_Name] = []
         reader = BlockReader(read, len(digests))
-        with self._lock:
+        with self._lock, ExitStack() as ends:
+            ends.callback(self._release, names, digests)
             done = 0
-            try:
-                for index, digest in enumerate(digests):
-                    after = state if index == len(digests) - 1 else None
-                    if not self._hold(index, digest, reader if index >= first else None, names, after):
-                        break
-                    done = index + 1
-            finally:
-                self._release(names, digests)
+            for index, digest in enumerate(digests):
+                after = state if index == len(digests) - 1 else None
+                if not self._hold(index, digest, reader if index >= first else None, names, after):
+                    break
+                done = index + 1
             return done
 
     def stats(self) -> dict[str, int]:
