@@ -21,7 +21,6 @@ class StoreConfig:
         directory: a folder on a local file system; made when missing; an engine sets its own. Its file system needs room for
             one group of writes more than the NVMe budget, since new entries are written before older ones are removed.
         write_queue_bytes: bytes of entries that wait to be written before a put blocks.
-        remote_queue_bytes: bytes of entries that wait for the remote tier; more are not sent.
         remote: no text shows it, since it may hold a password; `unix:///path` is a Redis too.
         remote_tenant: two tenants have no object in common.
 
@@ -57,12 +56,11 @@ class StoreConfig:
         panel=REMOTE_PANEL,
     )
     remote_timeout_s: float = option(1.0, "Seconds after which a call to the remote tier has failed.", panel=REMOTE_PANEL)
-    remote_queue_bytes: int = 256 * MIB
 
     def __post_init__(self) -> None:
         if not isinstance(self.directory, str | os.PathLike) or not os.fspath(self.directory):
             raise ConfigError("directory", self.directory, "name the folder that holds the store")
-        for name in ("ram_budget_bytes", "nvme_budget_bytes", "write_queue_bytes", "remote_queue_bytes"):
+        for name in ("ram_budget_bytes", "nvme_budget_bytes", "write_queue_bytes"):
             check_whole(name, getattr(self, name))
         if self.remote is not None:
             from .remote import RemoteAddress

@@ -116,13 +116,13 @@ class KVStore(Closing):
     def fetch(self, keys: Iterable[ChunkKey], deadline_s: float) -> int:
         """Fetch entries that nothing but the remote tier has, side by side; returns how many came by the deadline.
 
-        They are readable here as soon as they come. Later ones are stored too, so that a later request finds them.
+        They are readable here as soon as they come. Those under way are stored too, so that a later request finds them.
         """
         self._check_open()
         missing = [key.digest for key in keys if key not in self]
         if self._remote is None or not missing:
             return 0
-        arrivals = self._remote.fetch(missing, partial(self._store_copy, self._queue.generation))
+        arrivals = self._remote.fetch(missing, partial(self._store_copy, self._queue.generation), deadline_s)
         came, _ = wait(arrivals, min(deadline_s, threading.TIMEOUT_MAX))
         return sum(not arrival.cancelled() and arrival.result() for arrival in came)
 
@@ -134,7 +134,7 @@ class KVStore(Closing):
         return [key.digest not in missing for key in keys]
 
     def share(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
-        """Send the remote tier, now, those of some entries that it lacks; returns the keys that neither side has.
+        """Send the remote tier what waits, then those of some entries that it lacks; returns the keys that neither side has.
 
         Raises:
             RemoteError: there is no remote tier, or it refuses an entry, or does not answer.
@@ -143,6 +143,7 @@ class KVStore(Closing):
         if self._remote is None:
             raise RemoteError("the store has no remote tier")
         keys = list(dict.fromkeys(keys))
+        self._remote.drain()
         there = self._remote.contains(key.digest for key in keys)
         lost: list[ChunkKey] = []
         for key in keys:
@@ -274,7 +275,7 @@ class KVStore(Closing):
             logger.warning("no secret is set for the remote tier at %s: who can write there can change answers", address.shown)
         backend = address.open(config.remote_timeout_s, limit_bytes=config.nvme_budget_bytes)
         objects = ObjectFormat(secret, config.remote_tenant)
-        return RemoteTier(address, backend, objects, config.remote_timeout_s, config.remote_queue_bytes)
+        return RemoteTier(address, backend, objects, config.remote_timeout_s)
 
     def _store_copy(self, since: int, entry: EncodedEntry) -> bool:
         """Store an entry that came from the remote tier, unless it was deleted after a generation of the queue."""
@@ -353,7 +354,7 @@ class KVStore(Closing):
             if write.digest in self._nvme:
                 self._cache(write.entry)
                 if self._remote is not None and not write.is_copy:
-                    self._remote.put(write.digest, write.entry)
+                    self._remote.put(write.digest, partial(self._nvme.load, write.digest))
                 self._queue.end(write.digest, True)
             else:  # its document is gone
                 self._forget([write.digest])

@@ -31,6 +31,7 @@ from .entry import LENGTH_BYTES, EncodedEntry, pack_header, parse_header
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Load = Callable[[], EncodedEntry | None]
 FETCHES = 16  # entries that are fetched at the same time
 MAX_TRANSFER_S = 15.0  # of one object; the time-out of the configuration is for silence
 MAX_HEADER_BYTES = 2**20  # of an object: about 100,000 token ids; without a secret anybody may have written it
@@ -294,34 +295,32 @@ class RemoteStats:
     read_bytes: int = 0
     sent: int = 0  # entries that were written
     sent_bytes: int = 0
-    dropped_writes: int = 0  # changes that were not made: the remote did not answer, or too many waited
+    dropped_writes: int = 0  # changes that were not made: the remote did not answer, too many waited, or the entry is gone
     pending_writes: int = 0
 
 
 class RemoteTier:
     """Entries on a server or in an object store, which make misses and no errors if it does not answer. Thread-safe.
 
-    A thread sends entries and removals; a change that fails `MAX_ATTEMPTS` times or finds no room is dropped and counted.
-    `contains` and `close` wait for `timeout_s`; at most `queue_bytes` of entries wait to be sent.
+    A thread sends entries and removals; a change that fails `MAX_ATTEMPTS` times, or has `MAX_CHANGES` before it, is dropped
+    and counted. No entry that waits is held in memory.
     """
 
-    def __init__(
-        self, address: RemoteAddress, backend: Backend, objects: ObjectFormat, timeout_s: float, queue_bytes: int
-    ) -> None:
-        self._address, self._backend, self._format = address.shown, backend, objects
-        self._timeout_s, self._queue_bytes = timeout_s, queue_bytes
+    def __init__(self, address: RemoteAddress, backend: Backend, objects: ObjectFormat, timeout_s: float) -> None:
+        self._address, self._backend, self._format, self._timeout_s = address.shown, backend, objects, timeout_s
         self._reads, self._writes = CircuitBreaker(), CircuitBreaker()  # a full server still answers reads
         # A process waits for the end of calls that are under way: obstore must not return to an interpreter that has ended.
         self._readers, self._writer = ThreadPoolExecutor(FETCHES, "cacheblend-remote"), ThreadPoolExecutor(1)
         self._changed = threading.Condition()
         self._counts: Counter[str] = Counter()
         self._arrivals: dict[str, Future[bool]] = {}
-        self._changes: OrderedDict[str, EncodedEntry | None] = OrderedDict()  # by digest; None removes
+        self._wanted_until: dict[str, float] = {}  # of arrivals: the deadline of the last request
+        self._changes: OrderedDict[str, Load | None] = OrderedDict()  # by digest; None removes
         self._is_fetching = self._is_sending = True
         self._sender: threading.Thread | None = None
 
-    def fetch(self, digests: Iterable[str], store: Callable[[EncodedEntry], bool]) -> list[Future[bool]]:
-        """Begin to fetch entries, side by side. An entry that is on its way already is not fetched twice.
+    def fetch(self, digests: Iterable[str], store: Callable[[EncodedEntry], bool], deadline_s: float) -> list[Future[bool]]:
+        """Begin to fetch entries, side by side, by a deadline. An entry that is on its way already is not fetched twice.
 
         `store` is called in a thread with each entry that came, and returns whether the entry is stored now: so do the futures,
         one for each entry that may come.
@@ -329,36 +328,32 @@ class RemoteTier:
         with self._changed:
             asked = self._askable(digests)
             for digest in asked:
+                self._wanted_until[digest] = time.monotonic() + deadline_s
                 if digest not in self._arrivals:
                     self._arrivals[digest] = self._readers.submit(self._fetch, digest, store)
             return [self._arrivals[digest] for digest in asked]
 
     def contains(self, digests: Iterable[str]) -> set[str]:
-        """The entries among these that the remote says, within its time-out, that it has."""
+        """The entries among these that the remote says, `FETCHES` within each time-out, that it has."""
         with self._changed:
-            answers = {
-                self._readers.submit(self._call, self._reads, self._backend.contains, self._format.name(digest)): digest
-                for digest in self._askable(digests)
-            }
-        answered, late = wait(answers, self._timeout_s)
+            answers = {self._readers.submit(self._has, digest): digest for digest in self._askable(digests)}
+        answered, late = wait(answers, self._timeout_s * -(-len(answers) // FETCHES))
         for answer in late:
             answer.cancel()
         return {answers[answer] for answer in answered if answer.exception() is None and answer.result()}
 
-    def put(self, digest: str, entry: EncodedEntry | None) -> None:
-        """Have an entry sent, which is not copied, or removed for None, in place of an earlier change of it.
+    def put(self, digest: str, load: Load | None) -> None:
+        """Have an entry sent if `load` finds it then, or removed first for None, in place of an earlier change of it.
 
         `fetch` finds none that waits to be removed.
         """
         with self._changed:
-            has_room = len(self._changes) < MAX_CHANGES
-            if entry is not None:
-                waiting_bytes = sum(one.nbytes for one in self._changes.values() if one is not None)
-                has_room = has_room and waiting_bytes + entry.nbytes <= self._queue_bytes
-            if not self._is_sending or not (has_room or digest in self._changes):
+            if not self._is_sending or (len(self._changes) >= MAX_CHANGES and digest not in self._changes):
                 self._counts["dropped_writes"] += 1
                 return
-            self._changes[digest] = entry
+            self._changes[digest] = load
+            if load is None:
+                self._changes.move_to_end(digest, last=False)
             if self._sender is None:
                 self._sender = threading.Thread(target=self._send_all, name="cacheblend-remote-writes", daemon=True)
                 self._sender.start()
@@ -380,6 +375,14 @@ class RemoteTier:
         with self._changed:
             return self._changed.wait_for(lambda: not self._changes, timeout_s)
 
+    def drain(self) -> None:
+        """Wait until no change waits, as long as the remote makes one within `MAX_TRANSFER_S`."""
+        left = 0
+        with self._changed:
+            while left != len(self._changes) and not self._writes.pause_left_s():
+                left = len(self._changes)
+                self._changed.wait_for(lambda: not self._changes or self._writes.pause_left_s(), MAX_TRANSFER_S)
+
     def stats(self) -> RemoteStats:
         """Counts since it was opened."""
         with self._changed:
@@ -396,19 +399,16 @@ class RemoteTier:
                 self._arrivals.pop(digest).set_running_or_notify_cancel()  # wakes who waits for it
 
     def close(self) -> None:
-        """Send what waits, as long as the remote makes a change within its time-out, and end all connections."""
+        """Send what waits (see `drain`), and end all connections."""
         self.stop_fetching()
-        left = 0
-        while left != len(self._changes) and not self._writes.pause_left_s():
-            left = len(self._changes)
-            self.flush(self._timeout_s)
+        self.drain()
         with self._changed:
-            self._is_sending, left = False, len(self._changes)
-            self._counts["dropped_writes"] += left
+            self._is_sending = False
+            self._counts["dropped_writes"] += len(self._changes)
             self._changes.clear()
             self._changed.notify_all()
-        if left:
-            logger.warning("%d changes were not sent to the remote tier", left)
+        if dropped := self._counts["dropped_writes"]:
+            logger.warning("%d changes were not made in the remote tier", dropped)
         self._writer.shutdown(wait=False, cancel_futures=True)
         self._backend.close()
 
@@ -435,11 +435,14 @@ class RemoteTier:
         breaker.succeed()
         return result
 
+    def _has(self, digest: str) -> bool:
+        return not self._reads.pause_left_s() and self._call(self._reads, self._backend.contains, self._format.name(digest))
+
     def _fetch(self, digest: str, store: Callable[[EncodedEntry], bool]) -> bool:
-        """Fetch an entry, check it and have it stored; whether it is."""
+        """Fetch an entry, check it and have it stored; whether it is. Nothing is fetched that nobody waits for any more."""
         try:
-            name = self._format.name(digest)
-            if self._reads.pause_left_s() or (data := self._call(self._reads, self._backend.get, name)) is None:
+            name, is_late = self._format.name(digest), time.monotonic() > self._wanted_until[digest]
+            if is_late or self._reads.pause_left_s() or (data := self._call(self._reads, self._backend.get, name)) is None:
                 self._count(misses=1)
                 return False
             entry = self._format.unpack(digest, data)
@@ -455,6 +458,7 @@ class RemoteTier:
         finally:
             with self._changed:
                 self._arrivals.pop(digest, None)
+                self._wanted_until.pop(digest, None)
         return False
 
     def _send_all(self) -> None:
@@ -464,34 +468,41 @@ class RemoteTier:
                 self._changed.wait_for(lambda: self._changes or not self._is_sending)
                 if not self._changes:
                     return
-                digest, entry = next(iter(self._changes.items()))
+                digest, load = next(iter(self._changes.items()))
             try:
-                is_made = self._try(digest, entry)
+                is_made = self._try(digest, load)
             except RuntimeError:  # no call begins any more: the process ends
-                return
+                is_made = False
             with self._changed:
-                if self._changes.get(digest, digest) is entry:  # and no later change in its place
+                if self._changes.get(digest, digest) is load:  # and no later change in its place
                     del self._changes[digest]
                     self._counts["dropped_writes"] += not is_made
                     self._changed.notify_all()
-            del entry
 
-    def _try(self, digest: str, entry: EncodedEntry | None) -> bool:
+    def _try(self, digest: str, load: Load | None) -> bool:
         """Make a change in a few attempts; whether it is made. A `RuntimeError` says that the process ends."""
-        delete = partial(self._call, self._writes, self._backend.delete, self._format.name(digest))
-        change: Callable[[], None] = delete if entry is None else partial(self.send, entry)
         for attempt in range(MAX_ATTEMPTS):
             with self._changed:
+                self._changed.notify_all()  # the breaker may be open
                 pause_s = max(self._writes.pause_left_s(), attempt * FIRST_PAUSE_S)
                 if self._changed.wait_for(lambda: not self._is_sending, pause_s):
                     return False
-                if self._changes.get(digest, digest) is not entry:  # a later change has come in its place
+                if self._changes.get(digest, digest) is not load:  # a later change has come in its place
                     return False
-            made = self._writer.submit(change)
+            made = self._writer.submit(self._make, digest, load)
             try:
-                made.result()
-                return True
+                return made.result()
             except Exception as error:  # also too long an entry, no memory, a tier that is closed: the thread goes on
                 level = logging.DEBUG if isinstance(error, RemoteError) else logging.WARNING
                 logger.log(level, "a change was not made in the remote tier: %s: %s", type(error).__name__, error)
         return False
+
+    def _make(self, digest: str, load: Load | None) -> bool:
+        """Make a change; False where the entry to send is gone by now. Raises as `send` and `load` do."""
+        if load is None:
+            self._call(self._writes, self._backend.delete, self._format.name(digest))
+        elif (entry := load()) is not None:
+            self.send(entry)
+        else:
+            return False
+        return True

@@ -153,7 +153,6 @@ def share(store: KVStore, encoder: DocumentEncoder, batch: EncodedBatch, pauses_
     """
     if not store.has_remote:
         return
-    store.flush_remote(store.config.remote_timeout_s)
     for pause_s in (*pauses_s, None):
         try:
             lost = store.share(batch.distinct_keys)

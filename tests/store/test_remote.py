@@ -19,7 +19,7 @@ from waiting import wait_until
 
 from cacheblend.base.errors import ConfigError, DamagedEntryError, RemoteError
 from cacheblend.base.memory import Bytes
-from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
+from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig, remote
 from cacheblend.store.entry import EncodedEntry
 from cacheblend.store.remote import (
     FAILURES,
@@ -131,9 +131,10 @@ def test_deletions_are_sent(url: str, open_shared: OpenShared) -> None:
     assert open_shared("c", url).fetch(KEYS, LONG_S) == 3
 
 
-def test_share_sends_what_the_remote_lacks(url: str, open_shared: OpenShared) -> None:
+def test_share_sends_what_the_remote_lacks(url: str, open_shared: OpenShared, monkeypatch: pytest.MonkeyPatch) -> None:
     """`share` sends the missing entries only, and names those that neither side has."""
-    alone = open_shared("a", url, remote_queue_bytes=1)
+    alone = open_shared("a", url)
+    monkeypatch.setattr(remote, "MAX_CHANGES", 0)
     put_all(alone, CHUNKS[:3])
     assert (stats_of(alone).sent, stats_of(alone).dropped_writes) == (0, 3)
     assert alone.share(KEYS[:2]) == []
@@ -187,8 +188,11 @@ def test_a_dead_server_makes_misses(redis_server: RedisServer, open_shared: Open
     wait_until(lambda: store.find([make_chunk(50)[0]]) == [True] and stats_of(store).state == "closed")
 
 
-def test_a_silent_server_is_left_after_the_time_out(redis_server: RedisServer, open_shared: OpenShared) -> None:
-    """A server that does not answer costs the time-out; closing the store does not wait for longer."""
+def test_a_silent_server_is_left_after_the_time_out(
+    redis_server: RedisServer, open_shared: OpenShared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that does not answer costs the time-out; closing the store waits for as long as an object may take."""
+    monkeypatch.setattr(remote, "MAX_TRANSFER_S", 1.0)
     written(open_shared("a", redis_server.url))
     store = open_shared("b", redis_server.url, remote_timeout_s=0.3)
     redis_server.pause()
@@ -378,39 +382,47 @@ def backend() -> FakeBackend:
 
 
 @pytest.fixture
-def tier(backend: FakeBackend) -> Iterator[RemoteTier]:
-    """A tier over the backend, whose queue has room for two entries."""
-    tier = RemoteTier(RemoteAddress("redis://host"), backend, ObjectFormat(None), 0.2, 2 * ENTRIES[0].nbytes)
+def tier(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteTier]:
+    """A tier over the backend, whose queue has room for three changes."""
+    monkeypatch.setattr(remote, "MAX_CHANGES", 3)
+    monkeypatch.setattr(remote, "MAX_TRANSFER_S", 2.0)
+    tier = RemoteTier(RemoteAddress("redis://host"), backend, ObjectFormat(None), 0.2)
     yield tier
     backend.may_answer.set()
     tier.close()
 
 
 def test_the_last_change_counts(backend: FakeBackend, tier: RemoteTier) -> None:
-    """Changes of an entry that wait are one: the last; entries beyond the bytes of the queue are dropped and counted."""
+    """Changes of an entry that wait are one: the last; those beyond the queue are dropped and counted.
+
+    Deletions are made first; what is gone by then is not sent.
+    """
     backend.may_answer.clear()
-    for entry in ENTRIES[:2]:
-        tier.put(entry.info.key.digest, entry)
-    tier.put(KEYS[1].digest, None)
-    tier.put(KEYS[2].digest, ENTRIES[2])
-    tier.put(KEYS[3].digest, ENTRIES[3])
+    tier.put(KEYS[0].digest, lambda: ENTRIES[0])
+    wait_until(lambda: backend.calls == ["put"])
+    tier.put(KEYS[1].digest, lambda: None)
+    for load in (lambda: ENTRIES[2], None):
+        tier.put(KEYS[2].digest, load)
+    tier.put(KEYS[3].digest, lambda: ENTRIES[3])
     assert (tier.stats().pending_writes, tier.stats().dropped_writes) == (3, 1)
-    assert tier.fetch([KEYS[1].digest], lambda _: True) == []
+    assert tier.fetch([KEYS[2].digest], lambda _: True, LONG_S) == []
     backend.may_answer.set()
     assert tier.flush(LONG_S)
-    assert backend.calls == ["put", "delete", "put"]
-    assert set(backend.objects) == {KEYS[0].digest, KEYS[2].digest}
+    assert backend.calls == ["put", "delete"]
+    assert (set(backend.objects), tier.stats().dropped_writes) == ({KEYS[0].digest}, 2)
 
 
 def test_an_entry_is_fetched_once_for_all_who_wait(backend: FakeBackend, tier: RemoteTier) -> None:
-    """Requests for an entry that is on its way wait for the same call."""
+    """Requests for an entry that is on its way wait for the same call; one for which nobody waits any more is not fetched."""
     stored = list[EncodedEntry]()
     tier.send(ENTRIES[0])
     backend.may_answer.clear()
-    arrivals = [tier.fetch([KEYS[0].digest], lambda entry: not stored.append(entry))[0] for _ in range(3)]
+    arrivals = [tier.fetch([KEYS[0].digest], lambda entry: not stored.append(entry), LONG_S)[0] for _ in range(3)]
+    late = tier.fetch([f"{number:064x}" for number in range(2 * remote.FETCHES)], lambda _: True, 0.0)
     backend.may_answer.set()
     assert [arrival.result(LONG_S) for arrival in arrivals] == [True] * 3
-    assert (backend.calls, len(stored)) == (["put", "get"], 1)
+    assert [arrival.result(LONG_S) for arrival in late] == [False] * len(late)
+    assert (len(backend.calls) <= 1 + remote.FETCHES, len(stored)) == (True, 1)
 
 
 def test_changes_wait_for_the_end_of_an_outage(backend: FakeBackend, tier: RemoteTier) -> None:
@@ -419,7 +431,7 @@ def test_changes_wait_for_the_end_of_an_outage(backend: FakeBackend, tier: Remot
     with pytest.raises(RemoteError) as refused:
         tier.send(ENTRIES[0])
     assert "password" not in str(refused.value)
-    tier.put(KEYS[1].digest, ENTRIES[1])
+    tier.put(KEYS[1].digest, lambda: ENTRIES[1])
     wait_until(lambda: backend.calls.count("put") > 1)
     backend.is_down = False
     assert tier.flush(LONG_S)
@@ -429,22 +441,29 @@ def test_changes_wait_for_the_end_of_an_outage(backend: FakeBackend, tier: Remot
 def test_a_closed_tier_neither_fetches_nor_sends(backend: FakeBackend, tier: RemoteTier) -> None:
     """After the end nothing is asked; changes that could not be sent are counted."""
     backend.may_answer.clear()
-    for entry in ENTRIES[:2]:
-        tier.put(entry.info.key.digest, entry)
+    for key in KEYS[:2]:
+        tier.put(key.digest, lambda: ENTRIES[0])
     tier.close()
     assert tier.stats().dropped_writes >= 1
-    assert tier.fetch([KEYS[0].digest], lambda _: True) == []
+    assert tier.fetch([KEYS[0].digest], lambda _: True, LONG_S) == []
     assert tier.contains([KEYS[0].digest]) == set()
 
 
 def test_a_closing_tier_sends_what_waits(backend: FakeBackend, tier: RemoteTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as the remote answers, also where all changes need more than its time-out."""
+    """As long as the remote answers, also where a change needs more than its time-out, or is refused once."""
     removed = list[str]()
-    monkeypatch.setattr(backend, "delete", lambda name: (time.sleep(0.05), removed.append(name)))
-    for number in range(12):
+
+    def delete(name: str) -> None:
+        time.sleep(0.3)
+        backend.is_down = not backend.is_down and not removed
+        assert not backend.is_down
+        removed.append(name)
+
+    monkeypatch.setattr(backend, "delete", delete)
+    for number in range(3):
         tier.put(f"{number:064x}", None)
     tier.close()
-    assert (len(removed), tier.stats().dropped_writes) == (12, 0)
+    assert (len(removed), tier.stats().dropped_writes) == (3, 0)
 
 
 def test_the_breaker_opens_and_doubles_its_pause() -> None:

@@ -175,8 +175,7 @@ def test_remote_tier(configure: Callable[..., EngineConfig], corpus: Path, tmp_p
     pytest.importorskip("obstore", reason="obstore is not installed; pip install '.[objects]'")
     shared = tmp_path / "shared"
     shared.mkdir()
-    # A queue with room for one entry: what it dropped is sent all the same. A late answer would be a miss, so there is none.
-    store = StoreConfig(remote=f"file://{shared}", remote_queue_bytes=2**16, remote_timeout_s=60)
+    store = StoreConfig(remote=f"file://{shared}", remote_timeout_s=60)  # a late answer would be a miss
     first = ingest_on_ray([str(corpus)], configure(store=store), ON_RAY, embedder=FakeEmbedder())
     with Engine(configure(), embedder=FakeEmbedder()) as engine:
         keys = [entry.key for entry in engine.store.ls()]

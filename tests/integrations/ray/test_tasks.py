@@ -25,11 +25,10 @@ from cacheblend.retriever import Document, RetrieverConfig
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.document_sources import DocumentStream
 from cacheblend.service.engine.ingest import DocumentEncoder, EncodedBatch
-from cacheblend.store import ChunkKey, KVStore, StoreConfig
+from cacheblend.store import ChunkKey, KVStore, StoreConfig, remote
 
 DOCUMENTS = [Document(id=f"d{number}", title="", text=f"words of {number} that are many and more") for number in range(3)]
 PAUSES_S = (0.0, 0.0, 0.0)
-ONE_ENTRY = 2**16  # of the queue, which drops the others
 
 
 @pytest.fixture
@@ -117,11 +116,12 @@ def test_ray_is_not_installed(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """An engine whose remote tier takes little on the way."""
     needs("obstore", "objects")
     make_model(tmp_path / "model")
-    store = StoreConfig(remote=f"file://{tmp_path}/shared", remote_queue_bytes=ONE_ENTRY)
+    monkeypatch.setattr(remote, "MAX_CHANGES", 1)
+    store = StoreConfig(remote=f"file://{tmp_path}/shared")
     config = EngineConfig(
         model=str(tmp_path / "model"),
         store_dir=tmp_path / "store",
