@@ -139,12 +139,12 @@ def truncate_log(connection: sqlite3.Connection) -> None:
 
 
 def _is_disk_full(path: Path, error: Exception) -> bool:
-    """Whether SQLite failed because the disk is full; for its own growing files it reports an I/O error."""
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
+    """Whether SQLite failed because disk or quota is full: for its own growing files, and a quota, it reports an I/O error."""
+    code = getattr(error, "sqlite_errorcode", 0)
+    if code & 0xFF in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN) and code != sqlite3.SQLITE_IOERR_WRITE:
         with suppress(OSError):
             return shutil.disk_usage(path.parent).free < _LITTLE_BYTES
-    return code == sqlite3.SQLITE_FULL
+    return code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
 
 
 def prefix_end(prefix: str) -> str:

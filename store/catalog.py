@@ -400,19 +400,13 @@ class DocumentTable:
         wanted = set(map(tuple, texts))
         lengths = ", ".join(map(str, {len(text) for text in wanted}))
         query = f"SELECT digest FROM entries WHERE tokens IN ({lengths}) AND digest NOT IN (SELECT digest FROM document_chunks)"
-        checked = dict[str, bool]()
-
-        def found() -> list[str]:
-            digests = [digest for (digest,) in self._database.rows(query)]
-            for digest in digests:
-                if digest not in checked and (file := self._nvme.open(digest, is_use=False)) is not None:
-                    with file:
-                        checked[digest] = file.info.token_ids in wanted
-            return [digest for digest in digests if checked.get(digest)]
-
-        found()  # before the lock, which others wait for: only what comes meanwhile is opened under it
         with self._nvme.exclusive():
-            if gone := found():
+            gone = list[str]()
+            for (digest,) in self._database.rows(query):
+                if (file := self._nvme.open(digest, is_use=False)) is not None:
+                    with file:
+                        gone += [digest] * (file.info.token_ids in wanted)
+            if gone:
                 self._change(lambda _: None, gone, gone)
             self._nvme.folder.clear_damaged()
             self._database.truncate_log()
@@ -422,13 +416,13 @@ class DocumentTable:
         query = "SELECT digest FROM document_chunks WHERE document = ?"
         return list(dict.fromkeys(digest for id_ in ids for (digest,) in self._database.rows(query, id_)))
 
-    def _change(self, change: _Change, digests: Sequence[str], own: Sequence[str] | None = None, *, remote: bool = True) -> int:
+    def _change(self, change: _Change, digests: Sequence[str], own: Sequence[str] = (), *, remote: bool = True) -> int:
         """Change documents, and remove the KV of those chunks that no document has then, in one transaction.
 
         Args:
             change: changes the rows of documents.
             digests: the chunks that may have lost their last document.
-            own: the entries that go in any case, where the change frees room; see `on_full_disk_too`.
+            own: the entries that go in any case; see `on_full_disk_too`.
             remote: whether the remote tier's objects go, too.
 
         Returns:
@@ -444,6 +438,6 @@ class DocumentTable:
                 return unused
 
         with self._nvme.changing(digests):
-            dropped = commit() if own is None else self._nvme.on_full_disk_too(commit, own)
+            dropped = self._nvme.on_full_disk_too(commit, own)
             self._forget(dropped, remote)
         return len(dropped)

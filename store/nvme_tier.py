@@ -318,7 +318,7 @@ class NvmeTier:
                         beyond_bytes, excess_bytes = beyond_bytes - entry_bytes, excess_bytes - entry_bytes
             if excess_bytes > 0 and file_bytes <= self.budget_bytes:
                 for digest, entry_bytes in self.catalog.evictable():
-                    if digest not in victims and self._pins.begin_evict(digest):
+                    if not self._pins.is_evicting(digest) and self._pins.begin_evict(digest):
                         victims.append(digest)
                         excess_bytes -= entry_bytes
                     if excess_bytes <= 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import starmap
 from pathlib import Path
@@ -56,22 +56,24 @@ def verify(
     """
     with open_store(store_dir) as store, terminal.progress_bars() as progress:
         report = store.verify(repair=repair, on_progress=lambda done, total: progress("verify", done, total))
-    index = None
-    if (store_dir / INDEX_FOLDER / INDEX_FILE).is_file():
-        with IndexedDocuments.open(store_dir / INDEX_FOLDER) as indexed:
-            index = indexed.verify(repair=repair)
-    ok = report.ok and (index is None or index.ok)
+    indexes = dict[str, IndexReport]()
+    for name in (INDEX_FOLDER, VLLM_FOLDER):
+        if (store_dir / name / INDEX_FILE).is_file():
+            with IndexedDocuments.open(store_dir / name) as indexed:
+                indexes[name] = indexed.verify(repair=repair)
+    ok = report.ok and all(index.ok for index in indexes.values())
     if as_json:
-        terminal.print_json({**dataclasses.asdict(report), "index": index and dataclasses.asdict(index), "ok": ok})
+        found = {name: dataclasses.asdict(index) for name, index in indexes.items()}
+        terminal.print_json({**dataclasses.asdict(report), INDEX_FOLDER: None, **found, "ok": ok})
     else:
-        _print_found(report, index)
+        _print_found(report, indexes)
         if not ok:
             terminal.print_line("repaired" if report.repaired else "run again with --repair")
     if not ok and not report.repaired:
         raise typer.Exit(1)
 
 
-def _print_found(report: VerifyReport, index: IndexReport | None) -> None:
+def _print_found(report: VerifyReport, indexes: Mapping[str, IndexReport]) -> None:
     found = (
         f"{len(report.damaged)} damaged, {len(report.missing)} without a file, {len(report.mismatched)} listed wrongly, "
         f"{counted(len(report.orphans), 'file')} without an entry, {report.leftovers} half written"
@@ -79,14 +81,13 @@ def _print_found(report: VerifyReport, index: IndexReport | None) -> None:
     )
     size = f"{counted(report.entries, 'entry')}, {report.unowned} of no document, {counted(report.bytes, 'byte')}"
     terminal.print_line(f"{size}: {'none damaged' if report.ok else found}")
-    if index is None:
-        return
-    strays = counted(index.strays, "chunk")
-    found = f"{len(index.damaged)} damaged, {strays} of no document{', its structure broken' if index.broken else ''}"
-    size = f"{counted(index.documents, 'document')}, {counted(index.chunks, 'chunk')}"
-    terminal.print_line(f"index: {size}: {'none damaged' if index.ok else found}")
-    for id_ in index.damaged:
-        terminal.print_line(f"  {id_}: {'removed from' if index.repaired else 'damaged in'} the index; ingest it again")
+    for name, index in indexes.items():
+        strays = counted(index.strays, "chunk")
+        found = f"{len(index.damaged)} damaged, {strays} of no document{', its structure broken' if index.broken else ''}"
+        size = f"{counted(index.documents, 'document')}, {counted(index.chunks, 'chunk')}"
+        terminal.print_line(f"{name}: {size}: {'none damaged' if index.ok else found}")
+        for id_ in index.damaged:
+            terminal.print_line(f"  {id_}: {'removed from' if index.repaired else 'damaged in'} the index; ingest it again")
 
 
 @documents.command("ls")

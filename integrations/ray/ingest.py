@@ -96,7 +96,7 @@ def ingest_on_ray(
                 allowed = "a cluster of this machine, unless --remote names a tier that all machines share"
                 raise ConfigError("ray", settings.ray, allowed)
             total += _commit(batch, documents, versions, done, report)
-            evicted += sum(key not in store for key in batch.distinct_keys) if is_here else 0
+            evicted += sum(key not in store for key in batch.distinct_keys) if is_here and not store.has_remote else 0
             progress.documents, progress.tokens = total.documents, total.tokens
             progress.note_batch()
     if not total.documents and not report.faults:

@@ -99,18 +99,19 @@ class Documents:
         versions = {document.id: index.version(document.id) for document in documents}
         changed = index.changed(one for one in documents if isinstance(one, Document))
         index.check_room(changed)
-        batch = encoder.split(documents, changed, progress)
+        batch, evictions = encoder.split(documents, changed, progress), store.stats().nvme.evictions
         try:
             # 2. Compute and store chunks' KV that is stored neither here nor in the remote tier.
             encoder.compute(batch, set(batch.distinct_keys) - batch.found, progress)
-            # 3. Change the documents, all at once. KV that was there and is evicted by now is computed first.
-            needed = set(batch.distinct_keys) if must_stay else set(batch.found)
+            # 3. Change the documents, all at once. KV that was evicted meanwhile, or went with another's upload, comes first.
+            needed = set(batch.distinct_keys)
             while (report := self.commit(batch, versions, needed)) is None:
                 gone = {key for key in needed if key not in store}
-                if must_stay and (lost := len(gone.intersection(batch.computed))):
+                lost = gone.intersection(batch.computed) if store.stats().nvme.evictions > evictions else ()
+                if must_stay and lost:
                     remedy = "raise nvme_budget_bytes, delete documents, or ingest fewer at once"
-                    raise BudgetTooSmallError(f"the KV of {lost} chunks does not fit the store's byte budget; {remedy}")
-                encoder.compute(batch, gone, progress)
+                    raise BudgetTooSmallError(f"the KV of {len(lost)} chunks does not fit the store's byte budget; {remedy}")
+                encoder.compute(batch, gone.difference(lost), progress)
                 if not must_stay:
                     needed -= gone  # once each: if the budget is below the corpus, they may go again
         except (CacheBlendError, KeyboardInterrupt) as ended:  # given up, a full disk, a changed document: as if it never came

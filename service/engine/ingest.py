@@ -105,18 +105,19 @@ class EncodedBatch:
         self.embedded.pop(id_, None)
         for version in [version for version in self.keys if version[0] == id_]:
             del self.keys[version]
+            self.chunks.pop(version, None)
 
     def report(self, *, replaced: int, dropped: int) -> IngestReport:
         """The counts, now that the batch is in the index."""
-        keyed = len(self.distinct_keys)
+        keyed, computed = len(self.distinct_keys), len(set(self.distinct_keys).intersection(self.computed))
         return IngestReport(
             documents=len(self.documents),
             added=len(self.embedded) - replaced,
             replaced=replaced,
             unchanged=len(self.documents) - len(self.embedded),
             chunks=keyed or sum(map(len, self.chunks.values())),  # a hybrid's have no keys
-            computed=len(self.computed),
-            already_stored=keyed - len(self.computed),
+            computed=computed,
+            already_stored=keyed - computed,
             dropped=dropped,
             tokens=self.tokens,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import sqlite3
 from pathlib import Path
@@ -176,7 +177,9 @@ def test_verify_finds_damage(run: CommandLine, passages: Path, store: tuple[str,
     assert (shown.code, "ingest it again" in shown.err) == (1, True)
     found = run("store", "verify", *store)
     assert (found.code, f"{id_}: damaged in the index" in found.out) == (1, True)
-    assert run("store", "verify", *store, "--repair", "--json").json["index"]["damaged"] == [id_]
+    shutil.copytree(run.store / "index", run.store / "vllm")
+    repaired = run("store", "verify", *store, "--repair", "--json").json
+    assert repaired["index"]["damaged"] == repaired["vllm"]["damaged"] == [id_]
     assert run("store", "verify", *store).code == 0
     assert run.on_store("ingest", str(passages), "--json").json["added"] == 1
     assert run("documents", "show", id_, *store).code == 0
