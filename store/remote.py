@@ -393,8 +393,7 @@ class RemoteTier:
         """Fetch nothing more; what comes later is not stored."""
         with self._changed:
             self._is_fetching = False
-        self._readers.shutdown(wait=False, cancel_futures=True)
-        with self._changed:
+            self._readers.shutdown(wait=False, cancel_futures=True)
             for digest in [digest for digest, arrival in self._arrivals.items() if arrival.cancelled()]:
                 self._arrivals.pop(digest).set_running_or_notify_cancel()  # wakes who waits for it
 

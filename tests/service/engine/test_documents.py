@@ -169,6 +169,10 @@ def test_a_deletion_takes_no_chunk_of_a_document_on_its_way(engine: Engine, monk
     assert [status.id for status in engine.documents.page()[0]][-2:] == ["twin", "new"]
     assert keys_of(engine, "twin") <= stored(engine)
     assert report.evicted == 0
+    for ingest in (engine.ingest, engine.ingest_stream):  # and KV that goes with another's upload of the text
+        while_computing(engine, monkeypatch, lambda: engine.store.documents.drop_unowned(stored(engine)), 1)
+        ingest([{"id": "long", "text": f"{ingest.__name__} has words that an upload that was given up had computed " * 2}])
+        assert keys_of(engine, "long") <= stored(engine)
 
 
 def test_an_unchanged_document_that_is_deleted_meanwhile(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
