@@ -189,9 +189,7 @@ def test_a_dead_server_makes_misses(redis_server: RedisServer, open_shared: Open
     wait_until(lambda: store.find([make_chunk(50)[0]]) == [True] and stats_of(store).state == "closed")
 
 
-def test_a_silent_server_is_left_after_the_time_out(
-    redis_server: RedisServer, open_shared: OpenShared, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_server_is_left(redis_server: RedisServer, open_shared: OpenShared, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that does not answer costs the time-out; closing the store waits for as long as an object may take."""
     monkeypatch.setattr(remote, "MAX_TRANSFER_S", 1.0)
     written(open_shared("a", redis_server.url))
