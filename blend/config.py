@@ -59,6 +59,8 @@ class FusionConfig:
             raise ConfigError("recompute_ratio", ratio, "a number from 0 to 1")
         if nats is not None and (isinstance(nats, bool) or not isinstance(nats, int | float) or not nats > 0):
             raise ConfigError("max_loss_nats", nats, "a number above 0; recompute_ratio=1 loses nothing")
+        if nats is not None and self.selector in SELECTOR_NAMES[1:]:
+            raise ConfigError("max_loss_nats", nats, f"for the selector {DEFAULT_SELECTOR} only")
         if self.selector not in (None, *SELECTOR_NAMES) and not hasattr(self.selector, "select"):
             from .selectors import SELECTORS
 

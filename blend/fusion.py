@@ -319,7 +319,7 @@ class CacheSink:
     def put(self, layer: int, layer_kv: LayerKV) -> None:
         """Put a finished layer into the cache."""
         pair = layer_kv.k_1HND, layer_kv.v_1HND
-        is_packed = self._anatomy is not None and self._anatomy[layer].is_packed
+        is_reordered = self._anatomy is not None and (self._anatomy[layer].is_packed or self._anatomy[layer].rotated)
         if self._anatomy is not None:
             pair = self._anatomy[layer].unpack(*pair)
         place = layer if self._anatomy is None else self._anatomy[layer].cache_index
@@ -330,7 +330,7 @@ class CacheSink:
             target.cumulative_length = layer_kv.k_1HND.shape[2]
             window_tokens = target.sliding_window - 1
             target.keys, target.values = (x[:, :, max(0, x.shape[2] - window_tokens) :].clone() for x in pair)
-        self.memory.append(None if is_packed or self._windows[layer] is not None else layer_kv.memory_21HCD)
+        self.memory.append(None if is_reordered or self._windows[layer] is not None else layer_kv.memory_21HCD)
 
 
 class FusionSteps:

@@ -26,7 +26,7 @@ MAX_TOKENS = 32
 
 @options.accepts(
     EngineConfig,
-    only=("recompute_ratio", "chunk_tokens", "embedder", "max_tokens", *options.OF_MODELS),
+    only=("recompute_ratio", "chunk_tokens", "max_tokens", *options.OF_MODELS),
     chunk_tokens=CHUNK_TOKENS,
     max_tokens=MAX_TOKENS,
 )

@@ -107,9 +107,9 @@ def ask_handbook(engine: Engine, questions: Sequence[HandbookQuestion], *, num_c
         questions: at least one.
         num_chunks: chunks to retrieve for each.
     """
-    ratio = blended_ratio(engine)
+    ratios = {"recompute_ratio": blended_ratio(engine), "max_loss_nats": engine.config.fusion.max_loss_nats}
     for method in METHODS:
-        engine.answer(questions[0].question, num_chunks=num_chunks, method=method, recompute_ratio=ratio, max_tokens=1)
+        engine.answer(questions[0].question, num_chunks=num_chunks, method=method, max_tokens=1, **ratios)
     engine.drain()
     for index, item in enumerate(questions):
         start = index % len(METHODS)
@@ -117,7 +117,7 @@ def ask_handbook(engine: Engine, questions: Sequence[HandbookQuestion], *, num_c
         engine.answer(item.question, num_chunks=num_chunks, method="full_reuse", max_tokens=1)
         for method in METHODS[start:] + METHODS[:start]:
             engine.prefixes.clear()
-            request = engine.prepare(item.question, num_chunks=num_chunks, method=method, recompute_ratio=ratio)
+            request = engine.prepare(item.question, num_chunks=num_chunks, method=method, **ratios)
             answers[method] = engine.complete(request), request.fused
         yield _compare(engine, item, answers)
 

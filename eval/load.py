@@ -12,6 +12,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -26,6 +27,7 @@ from .data import Example, Wording
 PERCENTILES = (50, 90, 99)
 LOOK_EVERY_S = 0.2
 SHOWN_CHARACTERS = 200  # of an error
+TEXTS = ("content", "reasoning_content", "reasoning")  # of an event
 Progress = Callable[[str, int, int], None]
 
 
@@ -151,7 +153,7 @@ class Sample:
         self.usage = event.get("usage") or self.usage
         choice: dict[str, Any] = next(iter(event.get("choices") or ()), {})
         is_end = choice.get("finish_reason") is not None
-        if self.ttft_s is None and (is_end or (choice.get("delta") or {}).get("content")):
+        if self.ttft_s is None and (is_end or any(map((choice.get("delta") or {}).get, TEXTS))):
             self.ttft_s = now_s - self.due_s
         return is_end
 
@@ -254,7 +256,8 @@ async def run_load(
                 await ask(client, target, replace(request, documents=request.documents[::-1]), 1, time.perf_counter(), 0.0)
                 on_progress(f"{target.label}: warm-up", number + 1, len(requests))
             for number, rate_rps in enumerate(rates_rps):
-                await _settle(client, target)
+                with suppress(httpx.HTTPError):  # whose request says it
+                    await _settle(client, target)
                 own, started = requests[number * count : (number + 1) * count], time.perf_counter()
                 due = poisson_arrivals(rate_rps, count, seed)
                 asked = (ask(client, target, each, max_tokens, started, at) for each, at in zip(own, due, strict=True))

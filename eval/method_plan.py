@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.blend.config import DEFAULT_SELECTOR, SELECTOR_NAMES, FusionConfig
+from cacheblend.blend.config import DEFAULT_RATIO, DEFAULT_SELECTOR, SELECTOR_NAMES, FusionConfig
 
 CONTEXTS = ("default", "filler", "document", "neighbour", "head", "bos")  # what chunks' KV is computed after
 # Blending by the selector that picks the tokens; "blend" has the default one, and a selector without a name here its own.
@@ -62,7 +62,7 @@ def plan_methods(
                 continue
             for ratio in ratios:
                 planned.append(PlannedMethod(label if len(ratios) == 1 else f"{label}@{ratio}", name, ratio, context))
-    if len(ratios) > 1 and all(one.ratio is None for one in planned):
+    if tuple(ratios) != (DEFAULT_RATIO,) and all(one.ratio is None for one in planned):
         raise ConfigError("ratios", ",".join(map(str, ratios)), "for methods that take one; name `blend` among the methods")
     return tuple(planned)
 

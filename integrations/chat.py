@@ -65,7 +65,7 @@ class EngineChat:
         return None
 
     def _prepare(self, messages: Sequence[Message], chosen: Mapping[str, Any]) -> Request:
-        engine, documents = self.engine, chosen.get("documents")
+        engine, documents = self.engine, chosen.get("documents") or None
         variables = chosen.get("chat_template_kwargs", {})
         if not isinstance(variables, Mapping):
             raise ConfigError("chat_template_kwargs", variables, 'a mapping such as {"enable_thinking": False}')

@@ -122,16 +122,16 @@ def _logits_s(fusor: Fusor) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _LoadedLayer:
-    """A source whose layers are one that is in memory: only computing is timed."""
+class _LoadedLayers:
+    """A source whose layers are in memory: only computing is timed."""
 
-    layer_kv: LayerKV
+    layer_kvs: Sequence[LayerKV]
 
     def start(self, prompt: Prompt, geometry: KVGeometry, *, reuse_layer_0: bool) -> None:
         """Nothing is left to load."""
 
     def synchronize(self, layer: int) -> LayerKV:
-        return self.layer_kv
+        return self.layer_kvs[layer]
 
 
 def _blend_layers(fusor: Fusor, tokens: int, ratio: float) -> list[LayerSample]:
@@ -148,12 +148,12 @@ def _blend_layers(fusor: Fusor, tokens: int, ratio: float) -> list[LayerSample]:
         segments.insert(0, Segment(stored, ChunkKV(nothing, stored, model=fusor.fingerprint)))
     samples: list[LayerSample] = []
     before, layers = 0, fusor.decoder.geometry.layers
-    layer_kv = LayerKV.empty(fusor.decoder.geometry, tokens)
-    for x_1HND in (layer_kv.k_1HND, layer_kv.v_1HND):
+    layer_kvs = [LayerKV.empty(fusor.decoder.geometry, tokens, layer) for layer in range(min(LAYERS_TIMED, layers))]
+    for x_1HND in (x_1HND for one in layer_kvs for x_1HND in (one.k_1HND, one.v_1HND)):
         x_1HND.normal_()
-    config, source = FusionConfig(recompute_ratio=ratio, selector="gradual"), _LoadedLayer(layer_kv)
+    config, source = FusionConfig(recompute_ratio=ratio, selector="gradual"), _LoadedLayers(layer_kvs)
     with closing(fusor.fuse_steps(segments, config, source)) as steps:
-        for layer in range(min(LAYERS_TIMED, layers)):
+        for layer in range(len(layer_kvs)):
             started = time.perf_counter()
             chosen = next(steps).recomputed
             _synchronize(fusor.decoder.device)

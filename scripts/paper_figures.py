@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from bench_all import run
 
-from cacheblend.blend import FusionConfig, FusionResult, Fusor
+from cacheblend.blend import DEFAULT_RATIO, FusionConfig, FusionResult, Fusor
 from cacheblend.blend.fidelity import kept_pairs
 from cacheblend.blend.fusion import kv_deviation
 from cacheblend.blend.generation import branch_cache
@@ -151,7 +151,7 @@ class Measure:
             source=self._source(cases, number),
             model=self.model,
             methods=(*METHODS, *more),
-            ratios=RATIOS if more else RATIOS[:1],
+            ratios=RATIOS if more else (DEFAULT_RATIO,),
             max_new_tokens=NEW_TOKENS,
         )
 

@@ -34,7 +34,7 @@ config = EngineConfig(model="smollm2-135m", store_dir="store", fusion=FusionConf
 | `--preset` | recompute ratio |
 |---|---|
 | `exact` | 1: every reused token is recomputed; the prefix cache still helps |
-| `high` | `balanced`, widened from 0.02 nats |
+| `high` | `balanced`, widened from 0.02 nats; a calibrated ratio is not |
 | `balanced` | the calibrated one; else 0.05, and 0.3 where that moves the first token by 0.05 nats; small models: 0.14 |
 | `fast` | 0.05 |
 

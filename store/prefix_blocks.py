@@ -208,7 +208,7 @@ class PrefixBlocks:
         """
         with self._lock:
             digests = self._longest(chain.digests[: len(token_ids) // BLOCK_TOKENS])
-            self._lookups += 1
+            self._lookups += bool(token_ids)
             self._hits += bool(digests)
             names = [(digest, window) for window in self._layers for digest in self._needed(digests, window)]
             self._take(names)

@@ -86,7 +86,7 @@ def _print_plan(answer: Answer) -> None:
     """Print where the answer comes from, and how long the first token took."""
     plan, timings = answer.plan, answer.timings
     is_full = plan.method == "blend" and plan.recompute_ratio is None and bool(answer.chunks)
-    how = " (computed in full, the prompt is short)" if is_full else ""
+    how = " (computed in full)" if is_full else ""
     for scored in answer.chunks:
         title = scored.chunk.title or scored.chunk.document_id
         terminal.print_line(f"  - {title}{scored.place}, chunk {scored.chunk.position} (score {scored.score:.3f})")

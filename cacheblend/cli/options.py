@@ -22,6 +22,7 @@ T = TypeVar("T")
 MODEL_HELP = "Model directory, GGUF file, hub id, or known name (cacheblend model ls)."
 # Options of an engine that have an effect on a command that looks at a model, and options of a store for its remote tier.
 OF_MODELS = ("device", "dtype", "allow_unverified")
+MAY_BE_FILES = {"context_filler", "embedder"}
 OF_REMOTES = ("remote", "remote_secret", "remote_tenant", "remote_timeout_s")
 DEFAULT_STORE_DIR = user_data_folder() / "store"
 
@@ -73,7 +74,9 @@ class Settings:
     def make(self, config: type[T], **fixed: Any) -> T:
         """Make a config of the values that it has; `fixed` come first. Raises ConfigError for a value that is not allowed."""
         given = {name: self.values[name] for name in options_of(config).keys() & self.values.keys()}
-        return from_options(config, {**given, **fixed})
+        files = {name: Path(given[name]).expanduser() for name in MAY_BE_FILES & given.keys()}
+        absolute = {name: str(file.absolute()) for name, file in files.items() if file.exists()}  # a store's settings have them
+        return from_options(config, {**given, **absolute, **fixed})
 
 
 def accepts(
@@ -109,7 +112,8 @@ def accepts(
 def _parameter(option: Option, default: Any) -> inspect.Parameter:
     """An option as typer reads it."""
     parser = size if option.name.endswith("_bytes") else None
-    flag = typer.Option(option.flag, envvar=option.variable, help=option.help, rich_help_panel=option.panel, parser=parser)
+    flags = f"{option.flag}/--no-{option.flag[2:]}" if default is True else option.flag
+    flag = typer.Option(flags, envvar=option.variable, help=option.help, rich_help_panel=option.panel, parser=parser)
     kind, default = inspect.Parameter.KEYWORD_ONLY, None if default == () else default
     return inspect.Parameter(option.name, kind, default=default, annotation=Annotated[option.type, flag])
 

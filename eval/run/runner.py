@@ -217,4 +217,5 @@ def load_fusor(config: EvalConfig, **kwargs: Any) -> Fusor:
     fusor = Fusor.from_pretrained(config.model, config.device, config.dtype, allow_unverified=config.allow_unverified, **kwargs)
     if fusor.tokenizer is None:
         raise InputError(f"the model at {config.model!r} has no tokenizer; save one beside it")
+    _ = fusor.runner  # a hybrid has none
     return fusor

@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from cacheblend.blend.prompt import alike_chunks
+from cacheblend.blend.widening import WIDE_RATIO
 
 if TYPE_CHECKING:
     from cacheblend.loader import LoadingController, LoadingPlan, WorkEstimator
@@ -153,11 +154,11 @@ def plan_blend(prompt: PromptTokens, found: Found, policy: BlendPolicy) -> Blend
     # 1. The chunks whose KV is not used, as they look alike. Then the ratio, and whether full recompute is as fast.
     alike = [False] * len(prompt.chunks)
     if policy.widens or policy.ratio is None:
-        alike = alike_chunks([() if chunk.key is None else chunk.token_ids for chunk in prompt.chunks])
+        alike = alike_chunks([() if chunk.key is None else chunk.stored_ids or chunk.token_ids for chunk in prompt.chunks])
     chunks = [None if is_alike else kv for kv, is_alike in zip(found.chunks, alike, strict=True)]
     ratio, full, predicted = policy.choose(prompt, Found(found.prefix, chunks))
     reusable = sum(len(kv.token_ids) for kv in chunks if kv is not None)
-    if policy.widens and reusable and ratio < 1:
+    if policy.widens and reusable and ratio < WIDE_RATIO:
         between = sum(len(chunk.token_ids) for chunk in prompt.chunks if chunk.key is None)
         ratio = max(ratio / 2, ratio - between / reusable)
     # 2. The segments: the exact prefix, the chunks with their KV, and what stands before, between and after them.
@@ -168,7 +169,8 @@ def plan_blend(prompt: PromptTokens, found: Found, policy: BlendPolicy) -> Blend
     parts = [_chunk_segment(chunk, kv, full=full or is_alike) for chunk, kv, is_alike in placed]
     segments = [*([] if prefix is None else [prefix]), BlendSegment(before), *parts, BlendSegment(after)]
     # 3. The misses, whose KV is computed and stored afterwards.
-    misses = [chunk for chunk, kv in zip(prompt.chunks, found.chunks, strict=True) if kv is None and chunk.key is not None]
+    placed = zip(prompt.chunks, found.chunks, alike, strict=True)
+    misses = [chunk for chunk, kv, is_alike in placed if kv is None and chunk.key is not None and not is_alike]
     filled = tuple(segment for segment in segments if segment.token_ids)
     return BlendPlan(
         segments=filled, ratio=ratio, full_recompute=full, misses=tuple(misses), predicted=predicted, look_alike=sum(alike)

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 METHODS = ("full_recompute", "prefix_cache", "full_reuse", "blend")
-KV_FOLDER, INDEX_FOLDER, VLLM_FOLDER = "kv", "index", "vllm"  # of a store folder; the last has the texts that a vLLM was given
+# Of a store folder: the third has the texts that a vLLM was given, the last a store folder for each tenant.
+KV_FOLDER, INDEX_FOLDER, VLLM_FOLDER, TENANTS_FOLDER = "kv", "index", "vllm", "tenants"
 # A recompute ratio, None for r* or what hides behind loading; and how far a first token may move before a blend is widened.
 PRESETS: dict[str, tuple[float | None, float | None]] = {
     "exact": (1.0, None),
@@ -144,8 +145,9 @@ class EngineConfig:
 
     @property
     def profile_dir(self) -> Path:
-        """Folder of the measured profiles."""
-        return Path(self.store_dir) / "profiles"
+        """Folder of the measured profiles; a service's tenants have one together."""
+        folder = Path(self.store_dir)
+        return (folder.parents[1] if folder.parent.name == TENANTS_FOLDER else folder) / "profiles"
 
 
 def model_name(config: EngineConfig) -> str:

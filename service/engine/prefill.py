@@ -168,7 +168,7 @@ class Prefiller:
                 # 1. Plan: the ratio, or full recompute, and the segments with their KV.
                 parts = [chunk.part(kv) for chunk, kv in zip(prompt.chunks, prompt.by_chunk(stored), strict=True)]
                 found = Found(self._prefix_segment(prompt, prefix), parts)
-                plan = plan_blend(prompt, found, self.policy(ratio, widens=request.max_loss_nats is not None))
+                plan = plan_blend(prompt, found, self.policy(ratio, widens=request.max_loss_nats is not None and ratio != 0))
                 planned = time.perf_counter()
                 prefix.exact_tokens = plan.exact_tokens
                 # 2. Fuse, a layer a step; the loader reads the next layers meanwhile.

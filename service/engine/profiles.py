@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from cacheblend.base.errors import ProfileError
 from cacheblend.blend import Fusor
-from cacheblend.blend.config import DOCUMENT_TOKENS
+from cacheblend.blend.config import DEFAULT_SELECTOR, DOCUMENT_TOKENS
 from cacheblend.blend.widening import FIRST_RATIO
 from cacheblend.loader import Calibration, LoaderConfig, LoadingController, describe_device, read_calibration, read_profile
 from cacheblend.loader.profile import prefix_digest
@@ -60,7 +60,8 @@ def calibrated(config: EngineConfig, fusor: Fusor, prefix_ids: Sequence[int]) ->
         return _widening(config, fusor)
     _compare_context(config, found)
     loader = _with_ratio(config.loader, found.ratio)
-    fusion = replace(config.fusion, selector=config.fusion.selector or found.selector)
+    selector = config.fusion.selector or (found.selector if config.fusion.max_loss_nats is None else None)
+    fusion = replace(config.fusion, selector=selector)
     logger.info("calibrated: r* = %g, selector %s", loader.quality_ratio, fusion.selector)
     return replace(config, fusion=fusion, loader=loader)
 
@@ -68,7 +69,7 @@ def calibrated(config: EngineConfig, fusor: Fusor, prefix_ids: Sequence[int]) ->
 def _widening(config: EngineConfig, fusor: Fusor) -> EngineConfig:
     """The config with what its preset says of widening, where it names no ratio; a small model's blends are not widened."""
     nats = config.fusion.max_loss_nats
-    if nats is None and config.fusion.recompute_ratio is None:
+    if nats is None and config.fusion.recompute_ratio is None and config.fusion.selector in (None, DEFAULT_SELECTOR):
         nats = PRESETS[config.preset][1] if fusor.layer_parameters >= WIDENED_PARAMETERS else None
     if nats is None:
         return config

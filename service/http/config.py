@@ -13,13 +13,12 @@ from typing import Any
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import MIB, check_whole, from_options, is_whole, option
-from cacheblend.service.engine.config import EngineConfig
+from cacheblend.service.engine.config import TENANTS_FOLDER, EngineConfig
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that only this machine reaches
 API_KEY = r"[!-~]{8,}"
 HOST_NAME = r"[0-9A-Za-z._-]+|\[[0-9A-Fa-f:.]+\]"
 BUDGETS = ("ram_budget_bytes", "nvme_budget_bytes", "prefix_budget_bytes", "index_budget_bytes")
-TENANTS_FOLDER = "tenants"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

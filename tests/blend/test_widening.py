@@ -63,12 +63,11 @@ def test_a_first_token_that_has_settled_ends_a_blend() -> None:
         {"recompute_ratio": WIDE_RATIO},
         {"recompute_ratio": 0.0},
         {"recompute_ratio": 1.0},
-        {"selector": "gradual"},
         {"max_loss_nats": None},
     ],
 )
 def test_no_second_round(config: dict[str, Any]) -> None:
-    """None where the first round is as wide, reuses everything, is exact, or selects by something else."""
+    """None where the first round is as wide, reuses everything, or is exact."""
     fusor = Fusor(tiny_model("llama"))
     fused = fusor.fuse(rag_prompt(fusor), FusionConfig(**{"recompute_ratio": 0.2, "max_loss_nats": 1e-9, **config}))
     assert (fused.moved_nats, fused.is_widened) == (None, False)
@@ -79,6 +78,8 @@ def test_a_bad_limit_is_refused(nats: object) -> None:
     """Zero would promise what no ratio but 1 keeps; the message says so."""
     with pytest.raises(ConfigError, match="recompute_ratio=1 loses nothing"):
         FusionConfig(max_loss_nats=nats)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="question_attention only"):
+        FusionConfig(max_loss_nats=0.1, selector="gradual")
 
 
 class Layers(list[tuple[int, LayerKV]]):

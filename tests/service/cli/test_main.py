@@ -130,6 +130,7 @@ def test_serve_has_every_option() -> None:
     assert found.keys() - OPTIONS.keys() == {"model", "store_dir", "config", "yes"}
     for name, option in OPTIONS.items():
         assert (found[name].opts, found[name].envvar, found[name].help) == ([option.flag], option.variable, option.help)
+        assert found[name].secondary_opts == (["--no-find-passages"] if name == "find_passages" else [])
         assert found[name].default in (option.default, None if option.default == () else option.default)
 
 

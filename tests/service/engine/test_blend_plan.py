@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -124,9 +124,9 @@ def test_segments(
         (None, {"work": FixedWork(short=True)}, R_STAR, True),
         (None, {"controller": FixedController(0.6, full=False), "work": FixedWork(short=True)}, 0.6, False),
         (None, {"controller": FixedController(0.6, full=True)}, 0.6, True),
-        # One token stands between the five that are reused.
-        (0.5, {"widens": True}, pytest.approx(0.3), False),
-        (0.3, {"widens": True}, 0.15, False),
+        # One token stands between the five that are reused; a blend that is as wide already is not widened.
+        (0.2, {"widens": True}, 0.1, False),
+        (0.3, {"widens": True}, 0.3, False),
         (1.0, {"widens": True}, 1.0, False),
     ],
 )
@@ -202,3 +202,10 @@ def test_chunks_that_look_alike(
     kinds = ["fresh" if one and not is_named else "reused" for one in computed]
     assert [segment.record.kind for segment in plan.segments] == ["fresh", *kinds, "fresh"]
     assert (plan.misses, plan.look_alike) == ((), 0 if is_named else sum(computed))
+
+
+def test_one_passage_at_two_places() -> None:
+    """What stands around it decides which of its tokens are cut; it looks like no other chunk."""
+    chunks = tuple(replace(chunk(PROSE), token_ids=PROSE[cut:], stored_ids=PROSE, start=cut) for cut in (1, 2))
+    found = Found(None, [StoredKV(one.token_ids) for one in chunks])  # type: ignore[misc]  # fakes
+    assert plan_blend(PromptTokens(PREFIX, SUFFIX, chunks), found, policy_of(None)).look_alike == 0

@@ -47,7 +47,7 @@ class TestController:
         path.write_text("{")
         assert open_engine(recompute_ratio=None).controller is None
 
-    def test_widening(self, open_engine: OpenEngine) -> None:
+    def test_widening(self, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         """A small model's blend is widened where a request asks for it, or the engine; not where a ratio is named."""
         engine = self.prepared(open_engine, load_share=0.001)
         documents = [{"text": text} for text in ("brought along", "quite another", "from elsewhere", "some more")]
@@ -63,6 +63,9 @@ class TestController:
         use_profile(asking, profile_of(asking))
         plan = ask(asking, documents=documents).plan
         assert (plan.recompute_ratio, plan.moved_nats is None) == (FIRST_RATIO, False)
+        asking.close()
+        monkeypatch.setattr("cacheblend.service.engine.profiles.WIDENED_PARAMETERS", 0)
+        assert open_engine(recompute_ratio=None, selector="gradual").config.fusion.max_loss_nats is None
 
     @pytest.mark.parametrize(("selector", "layers_read"), [("question_attention", 4), ("gradual", 3)])
     def test_fast_loading(self, open_engine: OpenEngine, selector: str, layers_read: int) -> None:
