@@ -107,7 +107,7 @@ def ask_handbook(engine: Engine, questions: Sequence[HandbookQuestion], *, num_c
         questions: at least one.
         num_chunks: chunks to retrieve for each.
     """
-    ratios = {"recompute_ratio": blended_ratio(engine), "max_loss_nats": engine.config.fusion.max_loss_nats}
+    ratios: dict[str, Any] = {"recompute_ratio": blended_ratio(engine), "max_loss_nats": engine.config.fusion.max_loss_nats}
     for method in METHODS:
         engine.answer(questions[0].question, num_chunks=num_chunks, method=method, max_tokens=1, **ratios)
     engine.drain()
