@@ -46,11 +46,6 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
 
 
-def private_opener(path: str, flags: int) -> int:
-    """`opener` of `open` for a file that only its owner may read."""
-    return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
-
-
 def make_private_file(path: Path) -> None:
     """Make an empty file for a library that would make it with the umask's mode; errors are left for the library to report.
 
@@ -69,7 +64,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with open(temporary, "wb", opener=private_opener) as file:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE), "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

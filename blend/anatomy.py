@@ -202,10 +202,7 @@ def _turns(attention: nn.Module) -> list[Turn]:
     def of_both(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         return own(x, x[:, :0], cos, sin)[0]
 
-    def of_one(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        return own(x, cos, sin)
-
-    return [*([] if own is None else [of_both, of_one]), _halves, _pairs, _clockwise]
+    return [*([] if own is None else [of_both, own]), _halves, _pairs, _clockwise]
 
 
 def find_rotation(plain: torch.Tensor, turned: torch.Tensor, cos_sin: CosSin, attention: nn.Module) -> Rotation | None:

@@ -12,21 +12,11 @@ from typing import Any
 from cacheblend.base.errors import needs_extra
 
 with needs_extra("llamaindex"):
+    from llama_index.core.base.llms import types
     from llama_index.core.base.llms.generic_utils import chat_to_completion_decorator, stream_chat_to_completion_decorator
-    from llama_index.core.base.llms.types import (
-        ChatMessage,
-        ChatResponse,
-        ChatResponseAsyncGen,
-        ChatResponseGen,
-        CompletionResponse,
-        CompletionResponseAsyncGen,
-        CompletionResponseGen,
-        LLMMetadata,
-        MessageRole,
-    )
     from llama_index.core.bridge.pydantic import Field, PrivateAttr
+    from llama_index.core.llms import ChatMessage, ChatResponse, CompletionResponse, CustomLLM, LLMMetadata, MessageRole
     from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-    from llama_index.core.llms.custom import CustomLLM
     from llama_index.core.retrievers import BaseRetriever
     from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 
@@ -104,11 +94,11 @@ class CacheBlendLLM(CustomLLM):
         return await asyncio.to_thread(self._answer, messages, **kwargs)
 
     @llm_chat_callback()
-    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> types.ChatResponseGen:
         return self._pieces(messages, **kwargs)
 
     @llm_chat_callback()
-    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> types.ChatResponseAsyncGen:
         return _in_threads(self._pieces(messages, **kwargs))
 
     @llm_completion_callback()
@@ -120,18 +110,18 @@ class CacheBlendLLM(CustomLLM):
         return await asyncio.to_thread(chat_to_completion_decorator(self._answer), prompt, **kwargs)
 
     @llm_completion_callback()
-    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> types.CompletionResponseGen:
         return stream_chat_to_completion_decorator(self._pieces)(prompt, **kwargs)
 
     @llm_completion_callback()
-    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
+    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> types.CompletionResponseAsyncGen:
         return _in_threads(stream_chat_to_completion_decorator(self._pieces)(prompt, **kwargs))
 
     def _answer(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         *_, last = self._pieces(messages, **kwargs)
         return last
 
-    def _pieces(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+    def _pieces(self, messages: Sequence[ChatMessage], **kwargs: Any) -> types.ChatResponseGen:
         """The text so far and its newest piece, and at last the answer's metadata."""
         fields = {name: getattr(self, name) for name in OPTIONS if name in type(self).model_fields}
         text = ""

@@ -10,20 +10,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from cacheblend.base.errors import DamagedEntryError, StoreError
-from cacheblend.blend import (
-    FusionResult,
-    Fusor,
-    KVGeometry,
-    LayerKV,
-    LayerReport,
-    LayerSource,
-    Prompt,
-    ResidentLayers,
-    Segment,
-    SequenceKV,
-)
+from cacheblend.blend import Fusor
 from cacheblend.blend.decoder import Decoder
+from cacheblend.blend.generation import SequenceKV
 from cacheblend.blend.hybrid import HybridDecoder, HybridSequence, State
+from cacheblend.blend.interfaces import KVGeometry, LayerKV, LayerSource, ResidentLayers
+from cacheblend.blend.prompt import FusionResult, LayerReport, Prompt, Segment
 from cacheblend.blend.widening import WIDE_RATIO
 from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan, WorkEstimator
 from cacheblend.store import BLOCK_TOKENS, BlockChain, ChunkKV, KVStore, LayerPair, PrefixBlocks, PrefixRun
