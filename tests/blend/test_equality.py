@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +10,6 @@ from prompts import BOS, assert_full_prefill, chunk, draw_ids, largest_differenc
 from tiny_models import CONFIGS, WINDOW, tiny_model
 
 from cacheblend.blend import FusionConfig, Fusor, Segment
-from cacheblend.blend.loading import kv_geometry, read_config
 
 pytestmark = pytest.mark.contract
 
@@ -20,12 +17,6 @@ pytestmark = pytest.mark.contract
 @pytest.fixture(params=sorted(CONFIGS))
 def fusor(request: pytest.FixtureRequest) -> Fusor:
     return Fusor(tiny_model(request.param))
-
-
-def test_geometry_of_a_config(fusor: Fusor, tmp_path: Path) -> None:
-    """A saved model's config alone tells the shape and dtype of its KV, on every family."""
-    fusor.model.config.save_pretrained(tmp_path)
-    assert kv_geometry(read_config(str(tmp_path)), torch.device("cpu"), torch.float32) == fusor.decoder.geometry
 
 
 def test_ratio_one_is_full_prefill(fusor: Fusor) -> None:

@@ -71,7 +71,7 @@ def test_a_wrapper_is_loaded_from_its_folder(tmp_path: Path) -> None:
     assert float((fused.logits - fusor.prefill(ids).logits).abs().max()) <= 1e-4
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gemma4_text", "mimo_v2_flash", "mllama_text_model"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3", "gemma4_text", "mimo_v2_flash", "mllama_text_model"])
 def test_geometry_of_a_config(family: str, tmp_path: Path) -> None:
     """A config alone tells the shapes that are stored, also where layers keep nothing or are of different shapes."""
     fusor = fusor_of(family)

@@ -163,18 +163,6 @@ def test_salts(engine: Engine) -> None:
             assert [reused(salt, method) for salt in ("", method, method, "")] == [whole * (method == "blend"), 0, whole, whole]
 
 
-def test_models(tmp_path: Path) -> None:
-    """The blocks of one prompt have other names for another model."""
-    tokenizer, keys = tiny_tokenizer(), list[str | None]()
-    for seed in (0, 1, 0):
-        fusor = Fusor(tiny_model("llama", seed=seed, vocab=len(tokenizer)), tokenizer)
-        with Engine(EngineConfig(model="tiny", store_dir=tmp_path), fusor=fusor, embedder=FakeEmbedder()) as engine:
-            plans = [ask(engine, PromptTokens(SYSTEM, TURN), max_tokens=1).plan for _ in range(2)]
-        assert [cached(plan) for plan in plans] == [0, blocks(len(SYSTEM) + len(TURN) - 1)]
-        keys.append(plans[1].segments[0].key)
-    assert keys[0] == keys[2] != keys[1]
-
-
 class TestBlend:
     """Prefix blocks beside blended chunks."""
 
