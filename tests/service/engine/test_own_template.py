@@ -116,15 +116,16 @@ def test_a_chat_without_the_user(name: str) -> None:
         renderer.chat(turns, with_chunks=True)
 
 
-def test_tools() -> None:
-    """Calls and results stand in the prompt as the template has them, thoughts before a call too."""
-    made = tokenizer(QWEN3)
+@pytest.mark.parametrize("template", [QWEN3, QWEN3.replace("{{- content }}", "{{- content | tojson }}")])
+def test_tools(template: str) -> None:
+    """Calls and results stand in the prompt as the template has them, as JSON too, and thoughts before a call."""
+    made = tokenizer(template)
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "é"}}}
     turns = [
         Message("user", " What? "),
         Message("assistant", "<think>\nold\n</think>\n\nHm.\n", (call, call)),
-        Message("tool", " It rains.\n", tool_call_id="1"),
+        Message("tool", ' It\n"rains".\n', tool_call_id="1"),
         Message("tool", "", tool_call_id="1"),
     ]
     own = [
