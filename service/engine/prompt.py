@@ -406,7 +406,7 @@ def _around_core(text: str, mark: str) -> str:
 
 
 def _marked(text: str, texts: dict[str, Piece], *, may_go: bool = False) -> str:
-    """A mark in place of what is not white space of a text, noted in `texts`; white space as it is. Its quote is escaped in JSON."""
+    """A mark in place of what is not white space of a text, noted in `texts`; white space as it is. JSON escapes its quote."""
     if not (core := text.strip()):
         return text
     texts[mark := f'{secrets.token_hex(16)}"'] = core, may_go
