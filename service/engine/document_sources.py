@@ -134,7 +134,7 @@ class DocumentStream:
         self._sources, self._web, self._converter, self._metadata = sources, web or WebFiles(), FileConverter(), metadata
         self.ids, self.files = set[str](), set[str]()
         only = sources[0] if len(sources) == 1 else ""
-        self.report = SourceReport(strict=only == STANDARD_INPUT or _is_url(only) or Path(only).is_file())
+        self.report = SourceReport(strict=only == STANDARD_INPUT or _is_url(only) or os.path.isfile(only))
 
     def measure(
         self, on_file: Callable[[Path], None] = lambda _: None, known: Callable[[str], str | None] | None = None
@@ -209,7 +209,7 @@ def source_files(path: str, skipped: dict[str, str]) -> list[tuple[Path, str]]:
     elif path and root.exists():
         files, root = [root], root.parent
     elif glob.has_magic(path):
-        found = [Path(name) for name in sorted(glob.glob(path, recursive=True)) if Path(name).is_file()]
+        found = [Path(name) for name in sorted(glob.glob(path, recursive=True)) if os.path.isfile(name)]
         root = Path(*Path(path).parts[: next(at for at, part in enumerate(Path(path).parts) if glob.has_magic(part))])
         files = _without_links_out(found, root, skipped)
     else:
@@ -246,15 +246,16 @@ def files_below(root: Path, skipped: dict[str, str]) -> list[Path]:
             specs[here] = GitIgnoreSpec.from_lines(lines)
         for name in list(folders):
             path = here / name
-            why = "hidden" if name.startswith(".") else "a link to a folder" if path.is_symlink() else ""
-            if (path / "kv" / "store.json").is_file():
+            why = "hidden" if name.startswith(".") else "a link to a folder" if os.path.islink(path) else ""
+            if os.path.isfile(path / "kv" / "store.json"):
                 why = "a store"
             if why or is_ignored(path, "/"):
                 folders.remove(name)
                 skipped[f"{path}/"] = why or "ignored"
         for name in names:
             path = here / name
-            why = "hidden" if name.startswith(".") else "ignored" if is_ignored(path) else "" if path.is_file() else "no file"
+            kind = "" if os.path.isfile(path) else "no file" if os.path.lexists(path) else UNLISTED
+            why = "hidden" if name.startswith(".") else "ignored" if is_ignored(path) else kind
             if why:
                 skipped[str(path)] = why
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -65,7 +66,7 @@ class FolderWatch:
         with needs_extra("rag"):
             from watchfiles import watch
 
-        folders = [folder for folder in self._folders if folder.is_dir()]
+        folders = [folder for folder in self._folders if os.path.isdir(folder)]
         changes = watch(*folders, rust_timeout=RESCAN_MS, yield_on_timeout=True, ignore_permission_denied=True)
         yield from filter(None, (self.follow() for _ in chain([None], changes)))
 
@@ -76,7 +77,7 @@ class FolderWatch:
         """
         report, notes, left_out = FollowReport(), SourceReport(), dict[str, str]()
         # A folder that is gone is unmounted or renamed, and its documents stay; so do those of one that cannot be listed.
-        folders = [folder for folder in self._folders if folder.is_dir()]
+        folders = [folder for folder in self._folders if os.path.isdir(folder)]
         found = {str(file): (file, folder) for folder in folders for file in files_below(folder, left_out)}
         unknown = [name for name, why in left_out.items() if why == UNLISTED]
         lost = [name for name in self._files.keys() - found.keys() if _is_in(name, folders) and not _is_in(name, unknown)]
