@@ -248,6 +248,7 @@ def _answer(path: Path) -> dict[str, Any]:
 def main() -> None:
     """Fork for each path that comes, until no more come; its answer goes into the pipe that came with it."""
     logging.disable()
+    sys.setrecursionlimit(10_000)  # elements of web pages that nobody closed lie in each other
     # Before the bounds: what these need to begin is not of a document.
     for name in ("trafilatura", "pypdfium2", "openpyxl", "chardet", "striprtf.striprtf", "lxml.html"):
         with suppress(ModuleNotFoundError):

@@ -112,10 +112,7 @@ def _content(part: MIMEPart) -> str:
         return "\n\n".join(_mail_text(inner) for inner in part.iter_parts() if isinstance(inner, EmailMessage))
     raw = part.get_payload(decode=True)
     raw = raw if isinstance(raw, bytes) else b""
-    try:
-        text = raw.decode(part.get_content_charset() or "utf-8")
-    except (LookupError, UnicodeDecodeError):
-        text = decoded(raw) or ""
+    text = decoded(raw, part.get_content_charset("utf-8")) or ""
     return html_text(text.encode(), is_page=False) if part.get_content_subtype() == "html" and text.strip() else text
 
 

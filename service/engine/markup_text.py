@@ -6,7 +6,6 @@ an odd one loses nothing.
 
 from __future__ import annotations
 
-import codecs
 import copy
 import posixpath
 import re
@@ -20,7 +19,7 @@ from urllib.parse import unquote
 from cacheblend.base.errors import InputError
 
 from .pdf_text import markdown_table
-from .text_encoding import MAX_SAMPLE_BYTES, detected_encoding
+from .text_encoding import MAX_SAMPLE_BYTES, decoded
 
 # Deleted and hidden text, the readings of ruby, second copies of text boxes, fields' codes, and the controls of a web page.
 _SKIPPED = re.compile(
@@ -37,6 +36,9 @@ MAX_SPAN = 100  # columns and rows that a cell spans or is repeated in
 MENU_SHARE = 0.2  # of a page's words that are links; a page of more has menus
 # Of a page's words that are no links, which what is taken for its article has at least: with menus around it, and without.
 MENU_ARTICLE_SHARE, ARTICLE_SHARE = 0.5, 0.9
+_DECLARED = re.compile(
+    rb"<(?:meta\b[^>]{0,200}?charset|\?xml\b[^>]{0,200}?encoding)\s*=\s*[\"']?\s*([a-z0-9_-]+)", re.IGNORECASE
+)
 _HIDDEN = re.compile(r"(?:display\s*:\s*none|visibility\s*:\s*hidden)", re.IGNORECASE)
 _TITLES = "//*[local-name()='sp'][.//*[local-name()='ph'][@type='title' or @type='ctrTitle']]//*[local-name()='p']"
 _HEADING = re.compile(r"(?:heading (\d)|title)", re.IGNORECASE)
@@ -61,7 +63,7 @@ def parsed(raw: bytes) -> Any:
     """The root of an XML text, as much of it as can be read; None if that is nothing."""
     from lxml import etree
 
-    return etree.fromstring(raw, etree.XMLParser(resolve_entities=False, no_network=True, recover=True))
+    return etree.fromstring(raw, etree.XMLParser(resolve_entities=False, no_network=True, recover=True, huge_tree=True))
 
 
 class MarkdownWriter:
@@ -255,14 +257,9 @@ def html_text(raw: bytes, *, is_page: bool = True) -> str:
 
     if not raw.strip():
         return ""
-    encoding: str | None = "utf-8"
-    is_utf8 = raw.decode(errors="ignore").encode() == raw
-    if b"\x1b$" in raw or not is_utf8:  # the first begins Japanese or Korean in ASCII's bytes
-        if b"charset" in raw[:MAX_SAMPLE_BYTES]:
-            encoding = None
-        else:  # libxml2 does not know all code pages
-            raw = raw.decode(detected_encoding(raw) or "utf-8", errors="replace").encode()
-    tree = html.document_fromstring(raw.removeprefix(codecs.BOM_UTF8), parser=html.HTMLParser(encoding=encoding))
+    declared = _DECLARED.search(raw[:MAX_SAMPLE_BYTES])
+    text = decoded(raw, declared[1].decode() if declared else "utf-8") or raw.decode(errors="replace")
+    tree = html.document_fromstring(text.encode(), parser=html.HTMLParser(encoding="utf-8", huge_tree=True))
     for element in list(tree.iter()):
         is_hidden = element.get("hidden") is not None or _HIDDEN.search(element.get("style") or "")
         if (is_hidden or (_SKIPPED.fullmatch(_name(element)) and element.tag != "head")) and element.getparent() is not None:

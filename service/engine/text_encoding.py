@@ -1,35 +1,56 @@
-"""The encoding of a text: UTF-8 although some bytes are damaged, UTF-16 and 32, or a code page that is detected."""
+"""The encoding of a text: UTF-8 although some bytes are damaged, UTF-16 and 32, or a code page: declared, or detected."""
 
 from __future__ import annotations
 
 import codecs
+import re
+from contextlib import suppress
 
 from cacheblend.base.errors import needs_extra
 
 MAX_SAMPLE_BYTES = 2**16  # that a text's encoding is detected by
 DAMAGED_SHARE = 0.1  # of the characters beyond ASCII that may be damaged in UTF-8
 NUL_SHARE = 0.3  # of a text's bytes: two of five and more in UTF-16, few where a disk lost what was written
-_CONTROL_BYTES = bytes({*range(32), 127} - set(b"\0\t\n\r\f\x0e\x0f\x1b"))  # the last three change ISO 2022's characters
+_CONTROL_BYTES = bytes({*range(32), 127} - set(b"\0\b\t\n\v\f\r\x0e\x0f\x1a\x1b"))  # of DOS and printers, and ISO 2022
 _MARKS = dict.fromkeys((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "utf-32")  # the first begins as one of UTF-16
 _MARKS |= dict.fromkeys((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "utf-16")
+# Others may be slow, or are no encoding of characters; UTF shows itself.
+_CODE_PAGE = re.compile(r"(?:x-)?((?:iso|cp|windows|latin|koi8|shift|sjis|euc|gb|big5|ks_?c|ibm|mac|tis)[\w-]*)", re.IGNORECASE)
+# By Python's names: what is declared, and the larger encoding that browsers read in its place, as many texts need it.
+_LARGER = {"gb2312": "gb18030", "gbk": "gb18030", "shift_jis": "cp932", "euc_kr": "cp949", "big5": "big5hkscs"}
+_LARGER |= {"iso8859-1": "cp1252", "iso8859-9": "cp1254"}
 
 
-def decoded(raw: bytes) -> str | None:
-    """The text of some bytes, U+FFFD in place of those that are damaged; None if they are none."""
+def code_page(declared: str) -> str:
+    """Python's name of a declared code page as browsers read it; empty for one that is unknown, and for UTF and ASCII."""
+    with suppress(LookupError):
+        found = _CODE_PAGE.fullmatch(declared)
+        name = codecs.lookup(found[1]).name if found else ""
+        return _LARGER.get(name, name)
+    return ""
+
+
+def decoded(raw: bytes, declared: str = "") -> str | None:
+    """The text of some bytes, U+FFFD in place of those that are damaged; None if they are none.
+
+    Those of which an encoding is `declared` are a text; it is theirs if they are no UTF.
+    """
     encoding = next((name for mark, name in _MARKS.items() if raw.startswith(mark)), None)
     if encoding is None and raw.count(0) > NUL_SHARE * len(raw):
         encoding = "utf-16-le" if raw[1::2].count(0) > raw[::2].count(0) else "utf-16-be"
     elif encoding is None:
         raw = raw.replace(b"\0", b"")
-        if len(raw.translate(None, _CONTROL_BYTES)) < len(raw):
+        if not declared and len(raw.translate(None, _CONTROL_BYTES)) < len(raw):
             return None
         text = raw.decode("utf-8-sig", errors="replace")
         damaged, beyond = text.count("\ufffd"), len(text) - sum(map(str.isascii, text))
         if b"\x1b$" not in raw and (text.isascii() or damaged <= DAMAGED_SHARE * beyond):
             return text
-        encoding = detected_encoding(raw)
+        encoding = code_page(declared) or detected_encoding(raw)
     text = raw.decode(encoding or "ascii", errors="replace")
-    return None if "\0" in text or text.count("\ufffd") > DAMAGED_SHARE * len(text) else text
+    if "\0" in text or text.count("\ufffd") > DAMAGED_SHARE * len(text):
+        return decoded(raw) if declared else None
+    return text
 
 
 def detected_encoding(raw: bytes) -> str | None:

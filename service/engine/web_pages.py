@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import re
 import socket
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 import httpx
 
 from cacheblend.base.errors import InputError
+
+from .text_encoding import code_page, decoded
 
 SCHEMES = ("http", "https")
 SUFFIXES = {"text/html": ".html", "application/xhtml+xml": ".html", "application/pdf": ".pdf"}
@@ -27,7 +27,6 @@ HEADERS = {"User-Agent": "cacheblend", "Accept-Encoding": "gzip"}
 HOLDS_V4, GLOBAL_V6 = list(map(ipaddress.ip_network, ("::ffff:0:0/96", "64:ff9b::/96"))), ipaddress.ip_network("2000::/3")
 # Networks that `is_global` passes: clouds' own services, multicast, and addresses that hold another one.
 INTERNAL = list(map(ipaddress.ip_network, ("192.0.0.0/24", "168.63.129.16/32", "224.0.0.0/4", "2001::/32", "2002::/16")))
-_CHARSET = re.compile(r"(utf|iso|cp|windows|latin|koi8|shift|sjis|euc|gb|big5|us-ascii)", re.IGNORECASE)  # others may be slow
 
 
 def addresses_of(host: str) -> list[str]:
@@ -90,9 +89,8 @@ class WebFiles:
         name = PurePosixPath(answer.url.path)
         kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         suffix = SUFFIXES.get(kind) or (name.suffix.lower() if name.suffix[1:].isalnum() else ".txt")
-        if suffix in (".html", ".txt", ".md", ".csv") and (charset := _CHARSET.match(answer.charset_encoding or "")):
-            with suppress(LookupError, UnicodeError):  # where the server is wrong, the file's own bytes decide
-                body = body.decode(charset.string).encode()
+        if suffix in (".html", ".txt", ".md", ".csv") and (charset := code_page(answer.charset_encoding or "")):
+            body = (decoded(body, charset) or "").encode() or body
         self._folder = self._folder or tempfile.TemporaryDirectory(prefix="cacheblend-web-")
         path = Path(self._folder.name, f"{len(self._files)}{suffix}")
         path.write_bytes(body)
