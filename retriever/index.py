@@ -18,7 +18,7 @@ from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
-from unicodedata import normalize
+from unicodedata import category, normalize
 
 import faiss
 import numpy as np
@@ -32,7 +32,7 @@ from .document import Chunk, ChunkPlace, chunk_places, found_texts
 from .passages import Passage, StoredTexts, find_passages
 
 INDEX_FILE = "catalogue.sqlite"
-_MARKS = "\u0300-\u036f\u0e31\u0e34-\u0e3a\u0e47-\u0e4e\u102b-\u103e\u17b4-\u17d3"  # on letters; no words of their own
+_MARKS = "".join(mark for mark in map(chr, range(0x300, 0x10000)) if category(mark) in ("Mn", "Mc"))  # on letters: their vowels
 WORD = re.compile(rf"[\w{_MARKS}]+")
 _ACCENTS = re.compile("[\u0300-\u036f]")
 # Of scripts that put no spaces between words, or hardly any: Thai, Burmese, Khmer, Japanese, Chinese, Korean.
@@ -212,13 +212,14 @@ class WordIndex:
         return [id_ for (id_,) in self._db.execute(query, values)]
 
     def _telling(self, words: Iterable[str]) -> list[str]:
-        """The rarest of some words, without common ones unless all are common."""
+        """The rarest of some words, without common ones unless all that the chunks have are common."""
         [[chunks]] = self._db.execute("SELECT count(*) FROM words")
         query = "SELECT max(doc) FROM vocabulary WHERE term IN (?, ?)"  # where some scripts' letters have lost their accents
         spelled = {word: (word, _ACCENTS.sub("", normalize("NFD", word))) for word in words}
         counts = {word: self._db.execute(query, both).fetchone()[0] or 0 for word, both in spelled.items()}
-        found = sorted(counts, key=counts.__getitem__)
-        return ([word for word in found if counts[word] <= COMMON * chunks] or found)[:MAX_WORDS]
+        found = sorted(counts, key=lambda word: counts[word] or chunks)  # of none: FTS5 may spell it in a third way
+        rare = [word for word in found if counts[word] <= COMMON * chunks]
+        return (rare if any(map(counts.get, rare)) else found)[:MAX_WORDS]
 
 
 class SearchIndex:

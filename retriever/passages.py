@@ -16,7 +16,7 @@ LEAST_CHARACTERS = 100  # of a passage: what is shorter saves less than it distu
 MOST_CHARACTERS = 20_000  # of a passage that nothing but its form or its sentences show: its KV is computed in one pass
 PARAGRAPH_CHARACTERS = 200  # of one that nothing but empty lines show,
 PARAGRAPH_SENTENCES = 3
-WINDOW = 32  # first characters of a stored text by which it is looked up
+WINDOW = 96  # first characters of a stored text by which it is looked up
 CANDIDATES = 32  # stored texts of the same first characters, the newest, that a place in a text is compared with
 WORK = 16  # characters compared for each character of a text, at most
 

@@ -77,10 +77,10 @@ def test_a_run_of_marks_is_read_once() -> None:
 
 def test_sentences_end_where_marks_and_quotes_do() -> None:
     """Sentences end where the plain pattern, which reads a run of marks as often as it is long, says."""
-    plain = re.compile(r"[.!?\u2026]+[\"'\u2019\u201d)\]]*(?=\s)|[\u3002\uff01\uff1f]")
+    plain = re.compile(r"[.!?\u2026\u06d4]+[\"'\u2019\u201d)\]]*(?=\s)|[\u3002\uff01\uff1f]")
     drawn = random.Random(0)
     for _ in range(2000):
-        text = "".join(drawn.choices(".!?\u2026\"')]\u3002 \na", k=drawn.randint(1, 60)))
+        text = "".join(drawn.choices(".!?\u2026\u06d4\"')]\u3002 \na", k=drawn.randint(1, 60)))
         assert [found.end() for found in splitter.BREAKS[3].finditer(text)] == [found.end() for found in plain.finditer(text)]
 
 

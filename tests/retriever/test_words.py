@@ -95,13 +95,15 @@ def test_a_long_question_is_bounded(retriever: Retriever) -> None:
     """Of many words the rarest are looked up: the one that matters is among them."""
     assert best(retriever, "weather page remarks some year " * 400 + "XR-7719") == ["valve"]
     assert best(retriever, " ".join(f"word{n}" for n in range(50 * MAX_WORDS))) == ["filler-0"]
+    assert best(retriever, " ".join(f"word{n}" for n in range(MAX_WORDS)) + " XR-7719") == ["valve"]
 
 
 def test_a_common_word_with_an_accent_is_common() -> None:
     """It is counted as the index writes it, without the accent in Latin script, with it in Cyrillic."""
     words = WordIndex()
-    words.update((), [(id_, str(id_), "", f"L'été à Йорк {'Zanzibar' * (id_ == 7)}") for id_ in range(40)])
+    words.update((), [(id_, str(id_), "", f"L'été à Йорк हिन्दी {'Zanzibar' * (id_ == 7)}") for id_ in range(40)])
     assert words.search("Zanzibar: été, à, Йорк?", 40) == [7]
+    assert len(words.search("nowhere हिन्दी", 40)) == 40
 
 
 def test_equal_texts_have_one_place(retriever: Retriever) -> None:
