@@ -46,7 +46,7 @@ _FRONT = re.compile(
     re.MULTILINE,
 )
 # The heading that a text begins with, of any level.
-_FIRST = re.compile(r"\A\s*+(?:#{1,6}[ \t]++(\S.*)|(\S.*)\n=++[ \t\r]*+$)", re.MULTILINE)
+_FIRST = re.compile(r"\A\s*+(?:#{1,6}[ \t]++(\S.*)|(\S.*)\n=++[ \t\r]*+$(?!\n\S.*\n=++[ \t\r]*+$))", re.MULTILINE)
 _CLOSING = re.compile(r"(?<![ \t])[ \t]++#*+[ \t]*+$")
 
 
@@ -286,7 +286,7 @@ def _outside(headings: dict[int, str], level: int) -> dict[int, str]:
 def _suffix(document_id: str) -> str:
     """The suffix of a document's file; of a page of the web ".html", whatever its address ends with."""
     url = _URL.match(document_id)
-    suffix = PurePosixPath(url["path"] if url else file_of(document_id)).suffix.lower()
+    suffix = PurePosixPath(url["path"] if url else file_of(document_id).removesuffix(".gz")).suffix.lower()
     return ".html" if url and not CONVERTED_SUFFIXES.fullmatch(suffix) else suffix
 
 

@@ -27,7 +27,7 @@ SHORT_CHARACTERS = 8  # a token: a text with more of them is hardly one chunk, a
 # Where a text may be cut, the best first: before a Markdown heading, after empty lines, before a table's row, after a sentence,
 # a line; else between words.
 # Possessive, and only from the first mark of a run: a run that no blank follows is read once, not once for each of its marks.
-_SENTENCE_END = r"(?<![.!?\u2026\u061f\u06d4\u0964])[.!?\u2026\u061f\u06d4\u0964]++[\"'\u2019\u201d)\]]*+(?=\s)|[\u3002\uff01\uff1f]"
+_SENTENCE_END = r"(?<![.!?\u2026\u061f\u06d4])[.!?\u2026\u061f\u06d4]++[\"'\u2019\u201d)\]]*+(?=\s)|[\u3002\uff01\uff1f\u0964]"
 BREAKS = [re.compile(each) for each in (r"\n(?=#{1,6} )", r"\n\s*\n", r"\n(?=\|)", _SENTENCE_END, r"\n", r"\w(?=\s)")]
 
 

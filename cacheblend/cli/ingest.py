@@ -223,6 +223,8 @@ def _prune(engine: Engine, stream: DocumentStream, *, all_others: bool) -> int:
     Returns:
         How many documents were deleted.
     """
+    if all_others and not stream.ids:  # standard input is read once, and may have none
+        raise InputError("no documents to ingest; nothing is pruned")
     unread = [*stream.report.faults, *(name for name, why in stream.report.skipped.items() if why == UNLISTED)]
     if all_others and unread:
         terminal.note(f"nothing is pruned, since {counted(len(unread), 'file')} could not be read, such as {unread[0]}")

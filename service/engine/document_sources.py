@@ -90,7 +90,7 @@ class SourceReport:
             if self.strict or self.versions.setdefault(document.id, document.version) == document.version:
                 yield document
             else:
-                self.faults[f"{source}: {document.id}"] = f"another document has the id {document.id!r}; rename it"
+                self.faults[f"{source}: {document.id}"] = f"{source}: another document has the id {document.id!r}; rename it"
 
 
 @dataclass(slots=True)

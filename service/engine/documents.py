@@ -284,12 +284,16 @@ class Documents:
         """Delete all documents but those of `ids`, or of `files` the parts that are not among them; the ids of the deleted."""
         parts = (id_ for file in files or () for id_ in self._index.ids(file) if file_of(id_) == file)
         gone = [id_ for id_ in (self._index.ids() if files is None else parts) if id_ not in ids]
-        for group in in_groups(gone, lambda group: len(group) >= DELETED_AT_ONCE):
+        self.remove(gone)
+        return gone
+
+    def remove(self, ids: Sequence[str]) -> None:
+        """Delete documents, where there are such, as `delete` does."""
+        for group in in_groups(ids, lambda group: len(group) >= DELETED_AT_ONCE):
             with self._store.exclusive():
                 self._delete(group)
-        for index in self._indexes if gone else ():
+        for index in self._indexes if ids else ():
             index.erase()
-        return gone
 
 
 def shown_chunk(chunk: Chunk, place: ChunkPlace) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from datetime import datetime, time
 from email import message_from_bytes, policy
+from email.headerregistry import ContentDispositionHeader, HeaderRegistry
 from email.message import EmailMessage, MIMEPart
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ MAX_UNPACKED_BYTES = 512 * 2**20  # of an archive's members, as its directory sa
 MAX_MEMBERS = 20_000
 _OLE = b"\xd0\xcf\x11\xe0"  # of the Office of before 2007, in which a newer file with a password is packed
 _HEADERS = ("From", "To", "Cc", "Date", "Subject")
+_REGISTRY = HeaderRegistry(use_default_map=False)  # Python's parsers of addresses and dates raise at odd ones
+_REGISTRY.map_to_type("content-disposition", ContentDispositionHeader)
+_POLICY = policy.default.clone(header_factory=_REGISTRY)
 _NUMBER_FORMAT = re.compile(r"[#0?](?:[#0?,]*[#0?])?(?:\.([#0?]+))?(,*)(?: ?%)?(?:E[+-]0+)?")
 _FORMAT_MARKS = re.compile(r'\[\$([^]-]{0,32})[^]]{0,32}\]|\[[^]]{0,64}\]|[_*].|["\\]')  # currencies, colours, blanks, quotes
 
@@ -84,13 +88,13 @@ def _notebook_parts(path: Path) -> Parts:
 def _mail_parts(path: Path) -> Parts:
     raw = path.read_bytes()
     raw = (decoded(raw) or "").encode() if b"\0" in raw[:1024] else raw  # saved in UTF-16
-    yield "", _mail_text(message_from_bytes(raw, policy=policy.default)), ""
+    yield "", _mail_text(message_from_bytes(raw, policy=_POLICY)), ""
 
 
 def _mailbox_parts(path: Path) -> Parts:
     """The mails of a mailbox, each of which begins with a line "From "."""
     for number, raw in enumerate(re.split(rb"^From .*\n", path.read_bytes(), flags=re.MULTILINE)[1:], 1):
-        yield f"message={number}", _mail_text(message_from_bytes(raw, policy=policy.default)), ""
+        yield f"message={number}", _mail_text(message_from_bytes(raw, policy=_POLICY)), ""
 
 
 def _mail_text(message: EmailMessage) -> str:
@@ -102,7 +106,7 @@ def _mail_text(message: EmailMessage) -> str:
         pieces.append(_content(body))
     for part in message.iter_attachments() if message.is_multipart() else ():
         name = part.get_filename() or ""
-        text = _content(part) if part.get_content_maintype() in ("text", "message") else ""
+        text = _content(part) if re.match("text/(?!css)|message/", part.get_content_type()) else ""
         pieces.append(f"Attachment: {name}\n\n{text}".strip() if name or text else "")
     return "\n\n".join(filter(str.strip, pieces))
 
@@ -161,10 +165,11 @@ def _shown(cell: Any) -> str:
         form, *forms = _FORMAT_MARKS.sub(r"\1", cell.number_format or "").split(";")
         if value < 0 and forms:
             form, value = forms[0], -value
-        if (found := _NUMBER_FORMAT.search(form)) and "?/" not in form:  # a fraction
+        if (found := _NUMBER_FORMAT.search(form)) and not re.search(r"\A/|[#0?]", form[found.end() :]):  # a fraction, groups
             value /= 1000 ** len(found[2])  # a comma after the digits scales
             comma = "," * ("," in found[0].removesuffix(found[2]))
-            kind = f"{comma}.{len(found[1] or '')}{'%' if '%' in found[0] else 'E' if 'E' in found[0] else 'f'}"
+            digits = found[0].partition(".")[0].count("0") + len(found[1] or "") + bool(found[1])
+            kind = f"0{digits}{comma}.{len(found[1] or '')}{'%' if '%' in found[0] else 'E' if 'E' in found[0] else 'f'}"
             text = f"{form[: found.start()]}{value:{kind}}{form[found.end() :]}".strip()
     note = " ".join(cell.comment.text.rpartition("Comment:\n")[2].split()) if cell.comment else ""
     return f"{text} (comment: {note})" if note else text

@@ -19,7 +19,6 @@ from .document_sources import UNLISTED, NoTextError, SourceReport, file_document
 from .engine import Engine
 from .file_converter import FileConverter
 from .ingest import IngestReport
-from .pdf_text import WITHOUT_TEXT
 
 RECORD_FILE = "watched.json"
 RESCAN_MS = 60_000  # also without an event: network shares send none
@@ -107,10 +106,10 @@ class FolderWatch:
             if last.fault:
                 raise InputError(last.fault)
             return
-        documents, faults = list[Document](), list[str]()
+        documents, notes = list[Document](), SourceReport()
         try:
             with suppress(NoTextError):
-                documents += file_documents(file, id_, converter, fault=lambda place, why: faults.append(f"{place}: {why}"))
+                documents += notes.distinct(name, file_documents(file, id_, converter, fault=notes.note))
         except InputError as error:
             self._files[name] = WatchedFile(seen, last.documents, str(error))
             raise
@@ -119,20 +118,18 @@ class FolderWatch:
                 raise InputError(f"{file}: {others[0]} has a document of the id {one.id!r}; rename it")
         if changed := [one for one in documents if self._engine.retriever.version(one.id) != one.version]:
             report.ingested += self._engine.ingest_stream(changed)
-        unread = any(not why.endswith(WITHOUT_TEXT) for why in faults)  # what stood there stays
-        now = {**(last.documents if unread else {}), **{one.id: one.version for one in documents}}
+        now = {**(last.documents if notes.faults else {}), **{one.id: one.version for one in documents}}
         self._delete(name, {one: last.documents[one] for one in last.documents.keys() - now}, report)
-        self._files[name] = WatchedFile(seen, now, "; ".join(faults))
-        if faults:
-            raise InputError("; ".join(faults))
+        self._files[name] = WatchedFile(seen, now, fault := "; ".join(notes.faults.values()))
+        if fault:
+            raise InputError(fault)
 
     def _delete(self, name: str, documents: Mapping[str, str], report: FollowReport) -> None:
         """Delete the documents of a file that no other file has, unless they have another version by now."""
-        for id_, version in documents.items():
-            if not self._others(name, id_) and self._engine.retriever.version(id_) == version:
-                with suppress(InputError):  # deleted meanwhile
-                    self._engine.documents.delete(id_)
-                    report.ingested += IngestReport(deleted=1)
+        version = self._engine.retriever.version
+        gone = [id_ for id_, last in documents.items() if not self._others(name, id_) and version(id_) == last]
+        self._engine.documents.remove(gone)
+        report.ingested += IngestReport(deleted=len(gone))
 
     def _others(self, name: str, id_: str) -> list[str]:
         """Names of other files that have a document of an id."""

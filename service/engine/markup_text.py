@@ -91,7 +91,7 @@ class MarkdownWriter:
         if name == "pre":
             return f"\n\n```\n{''.join(element.itertext()).strip()}\n```\n\n"
         if name in _TABLES and (rows := self._rows(element)):
-            return f"\n\n{markdown_table(rows)}\n\n"
+            return f"\n\n{''.join(map(self, element.iterfind('caption')))}\n\n{markdown_table(rows)}\n\n"
         text = self._own(element.text, name)
         for child in element:
             text += self._walk(child) + self._own(child.tail, "")

@@ -30,6 +30,8 @@ FILLED = 0.6  # of a table's cells, at least; formulas in a text leave more of t
 TABLE_ROWS, TABLE_COLUMNS = 3, 3  # of a table: two columns may be prose, and PDFium reads a table of two row by row
 _FORMS = re.compile("[\ufb00-\ufb06\ufb50-\ufdff\ufe70-\ufefc]+")  # ligatures, letters in the shape of their place
 _CUT_WORD = re.compile(r"(?:[\x02\ufffe]\s*|(?<=[a-zà-ÿ])-\n(?=[a-zà-ÿ]))")  # PDFium has its own marks of a word's hyphen
+# Of a number or a name: no word is cut where these meet.
+_HYPHEN = re.compile(r"[\x02\ufffe](?:(?=\s*\d)|(?<=[a-zà-ÿ].)(?=\s*[A-ZÀ-Þ])|(?<=[A-ZÀ-Þ\d].)(?=\s*[a-zà-ÿ]))\s*")
 _ACCENTS = {"\xa8": "\u0308", "\xb4": "\u0301", "\u02c6": "\u0302", "\u02dc": "\u0303", "\u02c7": "\u030c"}
 # TeX draws an accent, then its letter, at times with a space around it.
 _ACCENTED = re.compile("(?: (?=. ))?([{}]) ?([AEIOUYaeiouyNn\u0131])".format("".join(_ACCENTS)))
@@ -74,7 +76,7 @@ def is_no_language(text: str) -> bool:
 
 def clean(text: str) -> str:
     """A text with words that line ends cut, with letters in place of their shapes, and without control characters."""
-    text = _CUT_WORD.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
+    text = _CUT_WORD.sub("", _HYPHEN.sub("-", text.replace("\r\n", "\n").replace("\r", "\n")))
     text = _ACCENTED.sub(lambda found: unicodedata.normalize("NFC", found[2].replace("\u0131", "i") + _ACCENTS[found[1]]), text)
     text = _CONTROLS.sub("", _FORMS.sub(lambda found: unicodedata.normalize("NFKC", found[0]), text))
     return "\n".join(map(str.rstrip, text.split("\n")))

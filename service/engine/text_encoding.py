@@ -48,9 +48,8 @@ def decoded(raw: bytes, declared: str = "") -> str | None:
             return text
         encoding = code_page(declared) or detected_encoding(raw)
     text = raw.decode(encoding or "ascii", errors="replace")
-    if "\0" in text or text.count("\ufffd") > DAMAGED_SHARE * len(text):
-        return decoded(raw) if declared else None
-    return text
+    is_text = "\0" not in text and text.count("\ufffd") <= DAMAGED_SHARE * len(text)
+    return text if is_text else decoded(raw) if declared else None
 
 
 def detected_encoding(raw: bytes) -> str | None:

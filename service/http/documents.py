@@ -33,6 +33,7 @@ from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.file_converter import MAX_CHARACTERS, FileConverter
 from cacheblend.service.engine.file_readers import MAX_UNPACKED_BYTES
 from cacheblend.service.engine.ingest import IngestReport
+from cacheblend.service.engine.pdf_text import WITHOUT_TEXT
 
 from .guard import ApiError, JsonRoute, read_json, refused, shortened
 from .ingests import MAX_NAME_CHARACTERS, Ingest, Work
@@ -163,7 +164,7 @@ def _ingest_file(server: Server, engine: Engine, file: FormFile, faults: dict[st
     before = len(faults)
     documents = _read_file(server, file, progress.check, faults)
     report = engine.ingest(documents, progress)
-    if len(faults) == before and not file.name.lower().endswith(JSONL_SUFFIXES):
+    if {*islice(faults.values(), before, None)} <= {*WITHOUT_TEXT} and not file.name.lower().endswith(JSONL_SUFFIXES):
         gone = engine.documents.prune([document.id for document in documents], [file.id])  # pages of a longer file of this id
         report = replaced(report, deleted=len(gone))
     return report

@@ -32,6 +32,7 @@ def places(text: str, id_: str = "guide.md", title: str = "", **options: object)
         ("Guide", f"Guide to it\n\n{GUIDE}", True),
         ("Guide", "\n Guide\n=====\n\nx", False),
         ("Guide", "Guide\nto\n==\nx", True),
+        ("Guide", "=====\nGuide\n=====\nx", True),
         ("Guide", "#Guide\n", True),
         ("# Guide", GUIDE, True),
         ("", GUIDE, False),

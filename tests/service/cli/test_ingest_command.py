@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
@@ -113,6 +114,8 @@ def test_prune(run: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     pruned = run.on_store("ingest", str(folder), "--prune")
     assert "deleted, since no source has them any more: old.txt" in pruned.err
     assert "2 unchanged, 1 deleted" in pruned.out
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    assert "nothing is pruned" in run.on_store("ingest", "-", "--prune").err
     monkeypatch.setattr(ingest, "_follow", lambda *_: IngestReport())
     (tmp_path / "unmounted").mkdir()
     run.on_store("ingest", str(folder), str(tmp_path / "unmounted"), "--watch", "--prune")

@@ -124,8 +124,9 @@ def test_files_that_cannot_be_used(open_engine: OpenEngine, folder: Path) -> Non
     assert not watch.follow()
     (folder / "boats.md").write_text("The boat is mended.")
     assert watch.follow().ingested.replaced == 1
-    (folder / "rooms.jsonl").write_text('{"id": "one", "text": "The green room is upstairs."}\n{"id": "two", "te')
+    (folder / "rooms.jsonl").write_text('{"id": "one", "text": "Red."}\n{"id": "one", "text": "Blue."}\n{"id": "two", "te')
     assert watch.follow().ingested.deleted == 0
+    assert "Red" in text_of(engine, "one")
     lines(folder / "rooms.jsonl", one="The green room is upstairs.")
     assert watch.follow().ingested.deleted == 1
     assert "two" not in ids(engine)
@@ -169,7 +170,7 @@ def test_passing_errors(open_engine: OpenEngine, folder: Path, monkeypatch: pyte
 
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "ingest_stream", fail)
-        patch.setattr(Documents, "delete", fail)
+        patch.setattr(Documents, "remove", fail)
         report = watch.follow()
         assert {Path(name).name for name in report.faults} == {"boats.md", "trains.txt", "rooms.jsonl"}
         assert not watch.follow()

@@ -90,7 +90,8 @@ def test_a_shorter_file_leaves_no_page_behind(client: httpx.Client, monkeypatch:
     """The pages that a file had before and has not any more are deleted; documents of other files stay."""
     pages = 3
 
-    def read(_: Path, id_: str, *__: Any, **___: Any) -> Any:
+    def read(_: Path, id_: str, *__: Any, fault: Any, **___: Any) -> Any:
+        fault("page 4", documents.WITHOUT_TEXT[0])
         yield from (Document(f"{id_}#page={page}", "", f"page {page}") for page in range(1, pages + 1))
 
     monkeypatch.setattr(documents, "file_documents", read)
