@@ -25,7 +25,7 @@ MAX_MEMBERS = 20_000
 _OLE = b"\xd0\xcf\x11\xe0"  # of the Office of before 2007, in which a newer file with a password is packed
 _HEADERS = ("From", "To", "Cc", "Date", "Subject")
 _REGISTRY = HeaderRegistry(use_default_map=False)  # Python's parsers of addresses and dates raise at odd ones
-_REGISTRY.map_to_type("content-disposition", ContentDispositionHeader)
+_REGISTRY.map_to_type("content-disposition", ContentDispositionHeader)  # type: ignore[arg-type]  # a mixin, as BaseHeader asks
 _POLICY = policy.default.clone(header_factory=_REGISTRY)
 _NUMBER_FORMAT = re.compile(r"[#0?](?:[#0?,]*[#0?])?(?:\.([#0?]+))?(,*)(?: ?%)?(?:E[+-]0+)?")
 _FORMAT_MARKS = re.compile(r'\[\$([^]-]{0,32})[^]]{0,32}\]|\[[^]]{0,64}\]|[_*].|["\\]')  # currencies, colours, blanks, quotes
