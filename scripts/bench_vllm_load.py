@@ -180,6 +180,7 @@ def main() -> int:
     warm_up, measured = cases[: options.warm_up], cases[options.warm_up :]
     for name, found in points.items():
         marked = name == "blend"
+        llm.reset_prefix_cache()  # which has the prompts' exact blocks
         load.run(warm_up, [0.0] * len(warm_up), marked=marked)
         for number, rate in enumerate(rates[name]):
             mine = measured[number * options.requests : (number + 1) * options.requests]

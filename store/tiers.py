@@ -92,11 +92,6 @@ class AdmissionFilter:
                 self._total -= self._weights.popitem(last=False)[1]
             return before is not None
 
-    def __contains__(self, name: str) -> bool:
-        """Whether the name is remembered; it is not from now on, unless it was."""
-        with self._lock:
-            return name in self._weights
-
 
 class StoredEntry(Protocol):
     """An entry where a tier holds it, open for reading by several threads: `EncodedEntry` in memory, `EntryFile` on a disk."""

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from cacheblend.base.errors import ConfigError, UnsupportedModelError
 from cacheblend.base.options import from_options, options_of
 from cacheblend.blend import KVGeometry
-from cacheblend.blend.families import fingerprint_directory
+from cacheblend.blend.families import fingerprint_directory, weight_files
 from cacheblend.blend.loading import NO_CODE, class_for, load_tokenizer
 from cacheblend.loader import LoaderConfig
 from cacheblend.service.engine.chunk_context import ChunkNaming, read_context
@@ -84,26 +84,27 @@ class ConnectorConfig:
             model: vLLM's configuration of it. Its quantisation of the weights changes the KV, and the names.
 
         Raises:
-            UnsupportedModelError: there is no tokenizer, or transformers knows no such model.
+            UnsupportedModelError: there is no tokenizer, transformers knows no such model, or its folder has no weights.
         """
-        tokenizer = load_tokenizer(model.tokenizer or model.model)
+        tokenizer = load_tokenizer(model.tokenizer or model.model, revision=model.tokenizer_revision)
         if tokenizer is None:
             raise UnsupportedModelError(f"{model.tokenizer!r} has no tokenizer, which chunks' context is made with")
-        is_local = Path(model.model).is_dir()
-        folder = Path(
-            model.model if is_local else snapshot_download(model.model, revision=model.revision, local_files_only=True)
-        )
+        name, is_local = model.model, Path(model.model).is_dir()
+        folder = Path(name if is_local else snapshot_download(name, revision=model.revision, local_files_only=True))
+        commit = "" if weight_files(folder) else folder.name  # of the hub, where its weights are in another folder
+        if commit and is_local:
+            raise UnsupportedModelError(f"{folder} has no weights, which name chunks' KV; put them there, or give a hub id")
         try:
             with torch.device("meta"):
-                named: Any = class_for(str(folder), {}).from_config(
-                    AutoConfig.from_pretrained(folder, **NO_CODE), dtype=model.dtype
-                )
+                config = AutoConfig.from_pretrained(folder, **NO_CODE)
+                named: Any = class_for("", {"config": config}).from_config(config, dtype=model.dtype)
         except ValueError as error:
-            raise UnsupportedModelError(f"transformers knows no causal LM for {model.model!r}: {error}") from error
+            raise UnsupportedModelError(f"transformers knows no causal LM for {name!r}: {error}") from error
         fingerprint = fingerprint_directory(folder, named, model.dtype)
-        if model.quantization is not None or model.use_mla or model.hf_overrides:  # a latent's keys have another order
+        # A latent's keys have another order.
+        if model.quantization is not None or model.use_mla or model.hf_overrides or commit:
             overrides = f":{model.hf_overrides}" if model.hf_overrides else ""
-            fingerprint = hashlib.sha256(f"{fingerprint}:vllm:{model.quantization}{overrides}".encode()).hexdigest()
+            fingerprint = hashlib.sha256(f"{fingerprint}:vllm:{model.quantization}{overrides}{commit}".encode()).hexdigest()
         engine, prefix = self.engine, tuple(PromptRenderer(tokenizer, self.engine.instruction).prefix)
         positions = getattr(named.config.get_text_config(decoder=True), "max_position_embeddings", None)
         filler, tokens = engine.context_filler, engine.context_document_tokens

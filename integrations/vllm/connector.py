@@ -146,12 +146,16 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
             ratio = self._config.engine.loader.quality_ratio
             naming = self._config.naming(model)
             refusal = "hybrid_model" if model.is_hybrid else ""
-            self._scheduler = BlendScheduler(naming, self._store.find, ratio, hashed, prefix_tokens, refusal)
+            self._scheduler = BlendScheduler(naming, self._store.find, self._cached, ratio, hashed, prefix_tokens, refusal)
 
     # The scheduler's side, in the order in which vLLM calls it.
 
     def on_new_request(self, request: Any) -> None:
         self._scheduler.arrive(request)
+
+    def _cached(self, request: Any) -> int:
+        """How many of a request's first tokens are in the prefix cache, which vLLM hands over after the connector is made."""
+        return int(self._kv_cache_manager.get_computed_blocks(request)[1])
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Always asynchronous, so that other requests go on between the layers of a blend."""
@@ -236,12 +240,15 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return None if self._worker is None else BlendWorkerMetadata(self._reports, self._worker.waiting_misses)
 
-    def precompute(self, chunks: Sequence[Sequence[int]], which: Sequence[int], cache_salt: str | None) -> tuple[int, int, int]:
+    def precompute(
+        self, chunks: Sequence[Sequence[int]], which: Sequence[int], cache_salt: str | None, document: Sequence[str] = ()
+    ) -> tuple[int, int, int]:
         """Compute and store chunks' KV now, between two steps of the engine; see `BlendWorker.precompute`."""
         if self._worker is None:  # a hybrid model
             return 0, 0, 0
         with set_forward_context(None, self._vllm_config):
-            return self._worker.precompute([tuple(chunk) for chunk in chunks], which, namespace_of(cache_salt or ""))
+            namespace = namespace_of(cache_salt or "")
+            return self._worker.precompute([tuple(chunk) for chunk in chunks], which, namespace, document)
 
     # Requests run when all of their KV is there, and vLLM's own KV is not stored.
 
@@ -382,6 +389,7 @@ def _trouble(vllm_config: Any, kv_cache_config: Any) -> str:
         "data parallelism": parallel.data_parallel_size > 1,
         "LoRA": vllm_config.lora_config is not None,
         "speculative decoding": vllm_config.speculative_config is not None,
+        "Model Runner V2; run with VLLM_USE_V2_MODEL_RUNNER=0": vllm_config.use_v2_model_runner,
         "encoder-decoder models": model.is_encoder_decoder,
         "pooling models": model.runner_type != "generate",
         "several KV cache groups; run with --disable-hybrid-kv-cache-manager": len(kv_cache_config.kv_cache_groups) > 1,

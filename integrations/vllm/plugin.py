@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from cacheblend.base.errors import UnsupportedModelError
 
 CONNECTOR = "CacheBlendConnector"
 SUPPORTED = "0.32"  # the minor version whose internals `runner` and `connector` were run with
-# oneDNN keeps up to 1,024 kernels of a MB each, one for every number of rows that a weight has met; prefills have others each.
-KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}  # of oneDNN, and of PyTorch over it
+# Defaults in vLLM's processes. oneDNN and PyTorch over it keep up to 1,024 kernels of a MB each, one for every number of rows
+# that a weight has met; prefills have others each. The connector works in Model Runner V1, which is no GPU's default.
+VARIABLES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
 def register() -> None:
@@ -29,23 +29,20 @@ def register() -> None:
         KVConnectorFactory.register_connector(CONNECTOR, f"{__package__}.connector", CONNECTOR)
     if hasattr(Worker, "cacheblend_precompute"):
         return
-    own, initialize, complete = Worker.initialize_from_config, Worker.__init__, VllmConfig.__post_init__
+    own, complete = Worker.initialize_from_config, VllmConfig.__post_init__
 
     @functools.wraps(complete)
     def complete_config(self: Any) -> None:
         transfer, scheduling = self.kv_transfer_config, self.scheduler_config
-        is_blended = transfer is not None and transfer.has_connector(CONNECTOR) and not self.model_config.is_hybrid
-        if is_blended and scheduling.disable_hybrid_kv_cache_manager is None:
-            scheduling.disable_hybrid_kv_cache_manager = True  # windowed layers' KV in one group with the others'
+        has_connector = transfer is not None and transfer.has_connector(CONNECTOR)
+        if has_connector and transfer.kv_connector != CONNECTOR:
+            raise UnsupportedModelError(f"{CONNECTOR} does not work inside {transfer.kv_connector}; name it by itself")
+        if has_connector and not self.model_config.is_hybrid:
+            for variable, value in VARIABLES.items():
+                os.environ.setdefault(variable, value)
+            if scheduling.disable_hybrid_kv_cache_manager is None:
+                scheduling.disable_hybrid_kv_cache_manager = True  # windowed layers' KV in one group with the others'
         complete(self)
-
-    @functools.wraps(initialize)
-    def limit_kernels(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        transfer = vllm_config.kv_transfer_config
-        if transfer is not None and transfer.kv_connector == CONNECTOR:
-            for variable, count in KERNELS.items():  # which are read when something is first computed
-                os.environ.setdefault(variable, count)
-        initialize(self, vllm_config, *args, **kwargs)
 
     @functools.wraps(own)
     def initialize_from_config(self: Any, kv_cache_config: Any) -> None:
@@ -57,7 +54,6 @@ def register() -> None:
             connector.attach(self)
 
     VllmConfig.__post_init__ = complete_config
-    Worker.__init__ = limit_kernels
     Worker.initialize_from_config = initialize_from_config
     Worker.cacheblend_precompute = _precompute
 
@@ -70,7 +66,7 @@ def _connector() -> Any | None:
     return group if type(group).__name__ == CONNECTOR else None
 
 
-def _precompute(_worker: Any, chunks: Sequence[Sequence[int]], which: Sequence[int], cache_salt: str | None) -> list[int]:
+def _precompute(_worker: Any, *args: Any) -> list[int]:
     """See `CacheBlendConnector.precompute`; nothing without the connector."""
     connector = _connector()
-    return [0, 0, 0] if connector is None else list(connector.precompute(chunks, which, cache_salt))
+    return [0, 0, 0] if connector is None else list(connector.precompute(*args))

@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, chain, pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -26,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as Event
 
-from cacheblend.base.errors import CacheBlendError, InputError
+from cacheblend.base.errors import CacheBlendError, InputError, RetrieverError, StoreError
 from cacheblend.base.files import make_folder
 from cacheblend.blend.loading import load_tokenizer
 from cacheblend.retriever import Document, EmbeddedDocument, PlainTokenizer, RetrieverConfig, Splitter
@@ -44,13 +44,12 @@ from .plugin import CONNECTOR
 from .scheduler import PARAMS_KEY, Marks, StoredText
 
 logger = logging.getLogger(__name__)
-REMEMBERED_MESSAGES = 65_536  # of conversations: their text is more than a vLLM's prefix cache has
 BUSY_S = 0.2  # until the workers are asked again, whose disk is behind
 # A request with one of these is marked by somebody else, or its prompt is not that of its texts.
 LEFT_TO_VLLM = ("kv_transfer_params", "echo", "suffix", "prompt_embeds", "truncate_prompt_tokens")
 CHAT, COMPLETIONS, DOCUMENTS = "/v1/chat/completions", "/v1/completions", "/v1/cacheblend/documents"
 # A chat over documents with one of these needs what vLLM's own rendering does with it.
-RENDERED_BY_VLLM = ("tools", "chat_template", "continue_final_message", "echo")
+RENDERED_BY_VLLM = ("tools", "chat_template", "continue_final_message", "echo", "truncate_prompt_tokens")
 Render = Callable[[str, dict[str, Any]], Sequence[int]]
 
 
@@ -79,7 +78,7 @@ class PromptMarker:
     ) -> None:
         self._finds_passages, self._render, self._naming = config.engine.find_passages, render, naming
         self._default_variables = variables
-        self._seen, self._exact = AdmissionFilter(REMEMBERED), AdmissionFilter(REMEMBERED_MESSAGES)
+        self._seen = AdmissionFilter(REMEMBERED)
         self._plain = PlainTokenizer(tokenizer)
         self._splitter = Splitter(tokenizer, RetrieverConfig(chunk_tokens=config.engine.retriever.chunk_tokens))
         self._around_documents = PromptRenderer(tokenizer, config.engine.instruction, max_positions=max_positions)
@@ -106,12 +105,14 @@ class PromptMarker:
         """
         if path == COMPLETIONS:
             text = body.get("prompt")
+            text = text[0] if isinstance(text, list) and len(text) == 1 else text
             return self._with_passages(path, body, [Message("user", text)]) if isinstance(text, str) else None
         messages, found = _messages(body.get("messages")), body.get("documents")
         if messages is None or not found:
             return None if messages is None else self._with_passages(path, body, messages)
         variables = self._variables(body)
         is_question = messages[-1].role == "user" and "tool" not in [one.role for one in messages]
+        is_question = is_question and body.get("add_generation_prompt") is not False
         if any(body.get(name) for name in RENDERED_BY_VLLM) or not is_question or variables is None:
             return None
         if not isinstance(found, list):
@@ -154,30 +155,20 @@ class PromptMarker:
             )
 
     def _with_passages(self, path: str, body: dict[str, Any], messages: Sequence[Message]) -> dict[str, Any] | None:
-        """The request with passages marked that are ingested, or came in an earlier one of its salt; None if there are none.
-
-        Messages before the assistant's last one with which an earlier request began unmarked are left: vLLM has their blocks.
-        """
+        """The request with passages marked that are ingested, or came in an earlier one of its salt; None if there are none."""
         if not self._finds_passages or any(body.get(name) for name in LEFT_TO_VLLM):
             return None
         salt = str(body.get("cache_salt"))
-        begun = accumulate(messages, lambda before, one: hash((before, one.role, one.content)), initial=hash(salt))
-        starts = [str(one) for one in islice(begun, 1, None)]
-        last = max((number for number, one in enumerate(messages) if one.role == "assistant"), default=-1)
-        known = next((number for number in range(last + 1) if starts[number] not in self._exact), last + 1)
         try:
-            found = passages_of(((one.role, one.content) for one in messages[known:]), self._passages_in)
+            found = passages_of(((one.role, one.content) for one in messages), self._passages_in)
             texts = list(map(self._stored_text, found))
             reusable = {one for one in set(texts) if one.is_ingested or self._seen.admits(str(hash((salt, one.token_ids))))}
             token_ids = list(self._render(path, body)) if reusable else []
         except Exception as error:  # vLLM says what is wrong with the request, if it is
             logger.debug("no passages are looked for in a request: %r", error)
             return None
-        places = locate(token_ids, ((one.token_ids, one.start) for one in texts))
-        located = [each for each in zip(found, texts, places, strict=True) if each[2] and each[1] in reusable]
-        for start in starts[: min((known + one.message for one, _, _ in located), default=None)]:
-            self._exact.admits(start)
-        marks = sorted((place[:2], text._replace(start=place[2])) for _, text, place in located if place)
+        places = zip(texts, locate(token_ids, ((one.token_ids, one.start) for one in texts)), strict=True)
+        marks = sorted((place[:2], text._replace(start=place[2])) for text, place in places if place and text in reusable)
         stored = {"chunks": [span for span, _ in marks], "stored": [text for _, text in marks]}
         return self._with_marks(path, body, token_ids, stored) if marks else None
 
@@ -239,7 +230,7 @@ class BlendRoutes:
         if transfer is None or transfer.kv_connector != CONNECTOR:
             return
         config, model = ConnectorConfig.from_options(transfer.kv_connector_extra_config), engine_client.vllm_config.model_config
-        tokenizer = await run_in_threadpool(load_tokenizer, model.tokenizer or model.model)
+        tokenizer = await run_in_threadpool(load_tokenizer, model.tokenizer or model.model, revision=model.tokenizer_revision)
         naming = await run_in_threadpool(config.naming, model)
         own = state.online_renderer
         tokenizer.chat_template = own.chat_template or tokenizer.chat_template
@@ -254,7 +245,7 @@ class BlendRoutes:
             return body
         try:
             request = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             return body  # vLLM says what is wrong with it
         if not isinstance(request, dict):
             return body
@@ -279,16 +270,19 @@ class BlendRoutes:
                 engine.naming.check_lengths(one.document.id, one.token_ids, engine.max_positions)
             if not salt:
                 await run_in_threadpool(engine.marker.ingest, split)
+        except (RetrieverError, StoreError) as error:
+            return _error(503, str(error))
         except (CacheBlendError, ValueError) as error:
             return _error(400, str(error))
         stored, chunks = 0, [chunk for one in split for chunk in one.token_ids]
         for one in split:
+            version = () if salt else (one.document.id, one.document.version)
             for window in engine.naming.context.windows(one.token_ids):  # a call each, so that requests run between two
                 together = [list(chunk) for chunk in one.token_ids[window.first : window.last]]
                 new = list(range(window.new - window.first, len(together)))
                 left = len(new)
                 while left:
-                    now, left, failed = (await engine.call("cacheblend_precompute", args=(together, new, salt)))[0]
+                    now, left, failed = (await engine.call("cacheblend_precompute", args=(together, new, salt, version)))[0]
                     stored += now
                     if failed:
                         return _error(503, f"the KV of {failed} chunks cannot be stored; vLLM's log says why")

@@ -10,7 +10,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
 
@@ -91,16 +91,20 @@ class Marks(BaseModel, frozen=True, extra="forbid"):
         named = [ratio, self.ratio is None, self.chunks, self.documents, self.stored, context, list(token_ids)]
         return hashlib.sha256(json.dumps(named).encode()).digest()
 
-    def prompt(self, naming: ChunkNaming, token_ids: Sequence[int], cache_salt: str | None) -> PromptTokens:
-        """A prompt of at least one chunk, cut at the marks; text between two chunks has no key.
+    def prompt(self, naming: ChunkNaming, token_ids: Sequence[int], cache_salt: str | None, cached: int = 0) -> PromptTokens:
+        """A prompt cut at the marks; text between two chunks has no key.
+
+        The first `cached` tokens are in vLLM's prefix cache: a chunk of which that is the larger part is left to it.
 
         Raises:
             InputError: a chunk is no part of the text that is stored.
         """
         ids, namespace = tuple(token_ids), namespace_of(cache_salt or "")
-        first = done = self.chunks[0][0]
+        first = done = next((start for start, stop in self.chunks if start + stop > 2 * cached), len(ids))
         rows: list[PromptChunk] = []
         for (start, stop), text in zip(self.chunks, self.stored or self._texts(naming, ids), strict=True):
+            if start < first:
+                continue
             if between := ids[done:start]:
                 rows.append(PromptChunk(between))
             rows.append(text.row(naming, ids[start:stop], namespace))
@@ -129,19 +133,11 @@ class BlendJob:
     start: int = 0  # first position whose KV is handed over; what stands before it is in vLLM's prefix cache
 
 
-@dataclass(slots=True)
-class _Marked:
-    """A request that is to be blended, until it has finished."""
-
-    job: BlendJob
-    tried: int = -1  # the preemption count of the last try: one that failed is left to vLLM
-    report: dict[str, Any] = field(default_factory=dict)
-
-
 class BlendScheduler:
     """Decides on arrival and at scheduling, and keeps what the answers tell.
 
-    `stored` looks keys up and reads no KV; `ratio` is for requests that name none, `block_size` the tokens of a block hash,
+    `stored` looks keys up and reads no KV; `cached` says how many of a request's first tokens are in vLLM's prefix cache under
+    exact names, when it arrives; `ratio` is for requests that name none, `block_size` the tokens of a block hash,
     `prefix_tokens` those of the longest prefix whose KV the workers hold, `refusal` why no request is
     blended, if so. A blend is worth it where it runs no more than `largest_share` of the rows that vLLM's own prefill would:
     beside rows it copies, rotates and writes KV, and a request that is left to vLLM shares its blocks with others.
@@ -153,15 +149,16 @@ class BlendScheduler:
         self,
         naming: ChunkNaming,
         stored: Callable[[list[ChunkKey]], list[bool]],
+        cached: Callable[[Any], int],
         ratio: float,
         block_size: int,
         prefix_tokens: int,
         refusal: str = "",
     ) -> None:
-        self._naming, self._stored, self._ratio, self._block_size = naming, stored, ratio, block_size
-        self._prefix_tokens, self._refusal = prefix_tokens, refusal
-        self._marked: dict[str, _Marked] = {}
-        self._reports: dict[str, dict[str, Any]] = {}  # of requests that are left to vLLM
+        self._naming, self._stored, self._cached, self._ratio = naming, stored, cached, ratio
+        self._block_size, self._prefix_tokens, self._refusal = block_size, prefix_tokens, refusal
+        self._marked: dict[str, tuple[Any, BlendJob]] = {}  # requests that are to be blended, until they have finished
+        self._reports: dict[str, dict[str, Any]] = {}  # of requests, until then
         self._jobs: list[BlendJob] = []
         self._missed: list[PromptChunk] = []
         self._waiting_misses = 0
@@ -190,7 +187,9 @@ class BlendScheduler:
         ratio = self._ratio if marks.ratio is None else marks.ratio
         if not marks.chunks:
             return "no_chunks"
-        prompt = marks.prompt(self._naming, request.prompt_token_ids, request.cache_salt)
+        prompt = marks.prompt(self._naming, request.prompt_token_ids, request.cache_salt, self._cached(request))
+        if not prompt.chunks:
+            return "prefix_cache"
         found = prompt.by_chunk(self._stored(prompt.keys))
         missed = [chunk for chunk, is_stored in zip(prompt.chunks, found, strict=True) if is_stored is False]
         reused = sum(len(chunk.token_ids) for chunk, is_stored in zip(prompt.chunks, found, strict=True) if is_stored)
@@ -206,33 +205,29 @@ class BlendScheduler:
             exact, salt = request.block_hashes[first], marks.salt(ratio, self._naming.digest, request.prompt_token_ids)
             request.block_hashes[first:] = [type(exact)(hashlib.sha256(salt + exact).digest())]
             request.update_block_hashes()
-        self._marked[request.request_id] = _Marked(BlendJob(request.request_id, prompt, marks.ratio))
+        self._marked[request.request_id] = request, BlendJob(request.request_id, prompt, marks.ratio)
         return ""
 
     def matched(self, request: Any, computed: int) -> int:
         """How many tokens after the first `computed` a worker hands over; 0 where vLLM computes the prompt itself."""
-        marked = self._marked.get(request.request_id)
-        if marked is None or marked.tried == request.num_preemptions:
+        if request.request_id not in self._marked:
             return 0
-        prompt = marked.job.prompt
+        _, job = self._marked[request.request_id]
+        prompt = job.prompt
         # What vLLM's prefix cache leaves to compute; a prefix that is not too long is in the workers' memory then, too.
         held = min(computed, len(prompt.prefix)) if len(prompt.prefix) <= self._prefix_tokens else 0
         reused = sum(len(chunk.token_ids) for chunk in prompt.chunks if chunk.key is not None)
-        ratio = self._ratio if marked.job.ratio is None else marked.job.ratio
+        ratio = self._ratio if job.ratio is None else job.ratio
         if _rows(prompt, ratio, reused) - held > self.largest_share * (len(prompt) - computed):
-            if not marked.report:
-                is_blended = computed > len(prompt.prefix)
-                marked.report = {"blended": is_blended, "reason": "prefix_cache", "cached_tokens": computed}
-                self._count(marked.report)
+            is_blended = computed > len(prompt.prefix)
+            self._note(request.request_id, {"blended": is_blended, "reason": "prefix_cache", "cached_tokens": computed})
             return 0
         return max(0, len(prompt) - 1 - computed)
 
     def allocated(self, request: Any, block_ids: Sequence[int], handed_over: int) -> None:
         """Send a request to the workers, once its pages are allocated."""
-        marked = self._marked[request.request_id]
-        marked.tried = request.num_preemptions
-        start = len(marked.job.prompt) - 1 - handed_over
-        self._jobs.append(replace(marked.job, block_ids=tuple(block_ids), start=start))
+        _, job = self._marked[request.request_id]
+        self._jobs.append(replace(job, block_ids=tuple(block_ids), start=len(job.prompt) - 1 - handed_over))
 
     def take_jobs(self) -> tuple[list[BlendJob], list[PromptChunk]]:
         """Work that the workers must begin, once each."""
@@ -245,9 +240,7 @@ class BlendScheduler:
         """Take in what the workers have done."""
         self._waiting_misses = waiting_misses
         for request_id, report in reports.items():
-            self._count(report)
-            if request_id in self._marked:
-                self._marked[request_id].report = report
+            self._note(request_id, report)
 
     @property
     def has_misses(self) -> bool:
@@ -256,14 +249,26 @@ class BlendScheduler:
 
     def finish(self, request: Any) -> dict[str, Any] | None:
         """Forget a request; returns its answer's report, None for a request without marks."""
-        marked = self._marked.pop(request.request_id, None)
-        report = self._reports.pop(request.request_id, None) if marked is None else marked.report
+        self._marked.pop(request.request_id, None)
+        report = self._reports.pop(request.request_id, None)
         return None if report is None else {PARAMS_KEY: report}
 
     def take_counts(self) -> dict[str, int]:
         """The counts since the last call, by name: "blended", "exact:REASON", and those of `TOKENS`."""
         counts, self._counts = dict(self._counts), Counter()
         return counts
+
+    def _note(self, request_id: str, report: dict[str, Any]) -> None:
+        """Count and keep a request's first report; one that vLLM computes is blended no more, and has blocks of exact names."""
+        if request_id not in self._reports:
+            self._count(report)
+        if request_id not in self._marked:
+            return  # it has ended
+        request, job = self._marked[request_id]
+        self._reports.setdefault(request_id, report)
+        if not report["blended"]:
+            del self._marked[request_id], request.block_hashes[len(job.prompt.prefix) // self._block_size :]
+            request.update_block_hashes()
 
     def _count(self, report: Mapping[str, Any]) -> None:
         self._counts["blended" if report["blended"] else f"exact:{report['reason'].partition(':')[0]}"] += 1

@@ -97,7 +97,7 @@ class BlendWorker:
         self._prefix_tokens, self._engine = prefix_tokens, engine
         self._controller = controller if ranks.ranks == 1 else None
         # Prompts whose chunks' KV may come from the remote tier first, and what fetches it: the first rank, for all.
-        self._fetches: deque[tuple[BlendJob, Future[int] | None]] = deque()
+        self._fetches: deque[tuple[BlendJob, Future[None] | None]] = deque()
         self._blends: deque[tuple[BlendJob, Generator[int, None, Report]]] = deque()
         self._missed: OrderedDict[ChunkKey, PromptChunk] = OrderedDict()
         self._prefixes: OrderedDict[tuple[str, tuple[int, ...]], PrefixRun] = OrderedDict()  # by namespace and token ids
@@ -163,11 +163,13 @@ class BlendWorker:
         self._fetches.clear()
         self._store.close()
 
-    def _fetch_missing(self, prompt: PromptTokens) -> int:
-        """Fetch a prompt's missing chunks while that is predicted to be faster than computing them; returns how many came."""
+    def _fetch_missing(self, prompt: PromptTokens) -> None:
+        """Fetch a prompt's missing chunks while that is predicted to be faster than computing them."""
         missing = (chunk for chunk in prompt.chunks if chunk.key is not None and chunk.key not in self._store)
         tokens, timeout_s = sum(len(chunk.token_ids) for chunk in missing), self._store.config.remote_timeout_s
-        return self._store.fetch(prompt.keys, timeout_s if self._controller is None else self._controller.full_s(tokens))
+        self._store.fetch(prompt.keys, timeout_s if self._controller is None else self._controller.full_s(tokens))
+        if self._ranks.ranks > 1:
+            self._store.flush()  # the other ranks read files
 
     def _begin_fetched(self) -> None:
         """Begin the blends of the prompts whose chunks' KV has come, or does not come."""
@@ -284,7 +286,7 @@ class BlendWorker:
         while self._missed:
             key, chunk = self._missed.popitem(last=False)
             # Looked for here and not in the remote tier, which may hold it damaged.
-            if self._ranks.agree([key in self._store])[0]:
+            if self._ranks.agree(self._find_stored([key], is_here=True))[0]:
                 continue
             try:  # where the disk is behind, the chunk is left for a later request to miss again
                 token_ids = chunk.stored_ids or chunk.token_ids
@@ -293,9 +295,12 @@ class BlendWorker:
                 logger.exception("the KV of a missed chunk of %d tokens is not computed", len(chunk.token_ids))
             return
 
-    def precompute(self, chunks: Sequence[tuple[int, ...]], which: Sequence[int], namespace: str) -> tuple[int, int, int]:
+    def precompute(
+        self, chunks: Sequence[tuple[int, ...]], which: Sequence[int], namespace: str, document: Sequence[str] = ()
+    ) -> tuple[int, int, int]:
         """Compute and store the KV of a document's chunks at ascending indexes, for a namespace, "" for everybody's.
 
+        Where `document` is given, id and version, the store must know it in that version; see `KVStore.put`.
         What all ranks do together does not depend on what one of them stores, or cannot.
 
         Returns:
@@ -315,20 +320,20 @@ class BlendWorker:
         stored = left = 0
         computed = self._fusor.precompute_documents([(chunks, new)], self._naming.prefix_ids, self._naming.context)
         for index in new:
-            has_room, is_stored = self._put(keys[index], next(computed))  # a view, whose pass nothing else holds
+            has_room, is_stored = self._put(keys[index], next(computed), document)  # a view, whose pass nothing else holds
             left, stored = left + (not has_room), stored + is_stored
         del computed
         return_freed_memory()  # of the passes, which no request needs
         return stored, left, len(new) - stored - left
 
-    def _put(self, key: ChunkKey, kv: ChunkKV) -> tuple[bool, bool]:
+    def _put(self, key: ChunkKey, kv: ChunkKV, document: Sequence[str]) -> tuple[bool, bool]:
         """Hand a chunk's KV to the store; returns whether it has room, and whether it stored the KV."""
         kv = replace(kv, layers=[self._ranks.all_heads(pair) for pair in kv.layers])
         if not self._has_room(sum(x_HTD.nbytes for pair in kv.layers for x_HTD in pair)):
             return False, False
         try:
             if self._ranks.rank == 0:
-                self._store.put(key, kv, flush=False)
+                self._store.put(key, kv, flush=False, document=(document[0], document[1]) if document else None)
         except Exception as error:  # a full disk, values that the codec cannot hold: the chunk stays a miss
             logger.warning("a chunk's KV is not stored: %s: %s", type(error).__name__, error)
             return True, False
@@ -339,10 +344,10 @@ class BlendWorker:
         pending_bytes = self._store.stats().pending_bytes
         return not pending_bytes or pending_bytes + kv_bytes <= self._store.config.write_queue_bytes
 
-    def _find_stored(self, keys: Sequence[ChunkKey]) -> list[bool]:
+    def _find_stored(self, keys: Sequence[ChunkKey], *, is_here: bool = False) -> list[bool]:
         """None in a store that cannot be read, since the other ranks wait for an answer."""
         try:
-            return self._store.find(keys)
+            return [key in self._store for key in keys] if is_here else self._store.find(keys)
         except CacheBlendError as error:
             logger.warning("chunks' KV is not looked up: %s", error)
             return [False] * len(keys)

@@ -23,7 +23,7 @@ from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.blend import FusionConfig, Fusor, Segment
 from cacheblend.blend.loading import load_tokenizer
 from cacheblend.integrations.vllm.config import ConnectorConfig
-from cacheblend.integrations.vllm.plugin import KERNELS
+from cacheblend.integrations.vllm.plugin import VARIABLES
 from cacheblend.integrations.vllm.router import CHAT, PromptMarker
 from cacheblend.loader import describe_device, write_profile
 from cacheblend.retriever import RetrieverConfig
@@ -121,6 +121,7 @@ def test_misses_are_computed_afterwards(make_model: MakeModel, open_served: Open
         for _ in range(20):
             served.llm.llm_engine.engine_core.get_output()  # steps, as the engine's own loop does while there are misses
         served.connector._worker._store.flush()
+        served.llm.reset_prefix_cache()
         second = served.ask(tokens, spans, documents=[0, 0, 1]).kv_transfer_params["cacheblend"]
         assert (second["blended"], second["hits"]) == (True, 3)
         unlike = served.ask(tokens, spans).kv_transfer_params["cacheblend"]  # the second chunk has another context now
@@ -147,8 +148,8 @@ def test_a_long_opening_is_computed_once(served: Served) -> None:
     opening = [*HEAD, *reversed(HEAD)]
     for order in ((0, 2), (2, 1, 0)):
         tokens, spans = prompt(*order, head=opening)
-        served.llm.reset_prefix_cache()
         exact = served.ask(tokens)
+        served.llm.reset_prefix_cache()
         blended = served.ask(tokens, spans)
         assert blended.kv_transfer_params["cacheblend"]["hits"] == len(order)
         assert blended.num_cached_tokens == len(tokens) - 1
@@ -409,11 +410,11 @@ def test_the_check_asks_for_no_cuda_graph(
         return own(self, *args, **kwargs)
 
     monkeypatch.setattr(CudagraphDispatcher, "dispatch", dispatch)
-    for variable in KERNELS:
+    for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     with open_served(make_model("llama")) as served:
         assert served.llm.llm_engine.engine_core is not None
-        assert {name: os.environ[name] for name in KERNELS} == KERNELS  # that of oneDNN's memory, for the engine's start
+        assert {name: os.environ[name] for name in VARIABLES} == VARIABLES
 
 
 def test_what_is_not_supported_is_refused_by_name(make_model: MakeModel, open_served: OpenServed) -> None:

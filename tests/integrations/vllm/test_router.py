@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from cacheblend.base.errors import InputError
+from cacheblend.base.errors import InputError, StoreFullError
 from cacheblend.blend import ChunkContext
 from cacheblend.cli import main as cli
 from cacheblend.integrations.vllm.config import ConnectorConfig
@@ -45,6 +45,7 @@ KEY = "a key of vLLM"
 RULES = " ".join(f"Rule {number}: trains to town {number} are booked by the office. </s>" for number in range(12))
 DOCS = [{"title": "Travel", "text": RULES}, {"text": "Lunch is at noon, and free on Fridays."}]
 QUESTION = {"role": "user", "content": "Who books trains?"}
+LEFT = {"tools": [{}]}, {"truncate_prompt_tokens": 9}, {"add_generation_prompt": False}, {"chat_template_kwargs": "no object"}
 NAMING = ChunkNaming((), ChunkContext(), "model", "raw")
 
 
@@ -72,7 +73,7 @@ def make_marker(tokenizer: Any, tmp_path: Path) -> Iterator[Callable[..., Prompt
                 if error is not None:
                     raise error("planted")
                 told = body["prompt"] if path == COMPLETIONS else "".join(f"{one['content']}\n" for one in body["messages"])
-                return PlainTokenizer(own_tokenizer).ids(told)
+                return PlainTokenizer(own_tokenizer).ids(told if isinstance(told, str) else told[0])
 
             return opened.enter_context(closing(PromptMarker(own_tokenizer, config, 2048, naming, render)))
 
@@ -131,10 +132,7 @@ def with_sources(order: str, question: str) -> dict[str, str]:
 
 
 def test_passages_that_came_before_are_marked(marker: PromptMarker, tokenizer: Any) -> None:
-    """A passage is marked from its second request on, under one name wherever it stands, each salt by itself.
-
-    Of a conversation those turns are left that vLLM has computed exactly.
-    """
+    """A passage is marked from its second request on, under one name wherever it stands, each salt by itself."""
 
     def mark(order: str, question: str, *before: dict[str, str], **fields: Any) -> list[str]:
         return stored_texts(tokenizer, marker.mark(CHAT, {"messages": [*before, with_sources(order, question)], **fields}))
@@ -145,9 +143,10 @@ def test_passages_that_came_before_are_marked(marker: PromptMarker, tokenizer: A
     assert mark("01", "When?") == TRAINS
     earlier = {"role": "user", "content": f"<source>{TRAINS[0]}</source>"}, {"role": "assistant", "content": "Yes."}
     assert [mark("1", "So?", *earlier) for _ in range(2)] == [TRAINS, TRAINS]
-    assert mark("1", "So?", with_sources("01", "Who?"), earlier[1], cache_salt="other") == TRAINS[1:]
+    assert mark("1", "So?", with_sources("01", "Who?"), earlier[1], cache_salt="other") == [*TRAINS, TRAINS[1]]
     assert mark("1", "So?", kv_transfer_params={"other": 1}) == []
-    assert stored_texts(tokenizer, marker.mark(COMPLETIONS, {"prompt": f"[1] {TRAINS[1]}\nQuestion: who?"})) == TRAINS[1:]
+    for prompt in (given := f"[1] {TRAINS[1]}\nQuestion: who?", [given]):
+        assert stored_texts(tokenizer, marker.mark(COMPLETIONS, {"prompt": prompt})) == TRAINS[1:]
 
 
 def test_passages_among_a_tools_results_are_marked(marker: PromptMarker, tokenizer: Any) -> None:
@@ -214,12 +213,11 @@ def test_thinking_is_the_templates(make_marker: Callable[..., PromptMarker]) -> 
     ("path", "body"),
     [
         (CHAT, {"messages": [QUESTION]}),
-        (CHAT, {"messages": [QUESTION], "documents": DOCS, "tools": [{"type": "function"}]}),
+        *((CHAT, {"messages": [QUESTION], "documents": DOCS, **more}) for more in LEFT),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}], "documents": DOCS}),
         (CHAT, {"messages": "hi", "documents": DOCS}),
         (CHAT, {"messages": ["hi"]}),
         (CHAT, {"messages": [QUESTION, {"role": "tool", "content": RULES}, QUESTION], "documents": DOCS}),
-        (CHAT, {"messages": [QUESTION], "documents": DOCS, "chat_template_kwargs": "no object"}),
         (CHAT, {"messages": [QUESTION, {"role": "assistant", "content": "well,"}], "documents": DOCS}),
         (COMPLETIONS, {"prompt": [1, 2, 3]}),
         (COMPLETIONS, {"prompt": "no passage"}),
@@ -290,7 +288,8 @@ def test_bodies_pass_the_middleware(client: TestClient) -> None:
     """A marked body is longer; one that is not a request, or is for another route, is the same to the byte; errors are 400."""
     marked = json.loads(client.post(CHAT, json={"messages": [QUESTION], "documents": DOCS}).json()["got"])
     assert marked["kv_transfer_params"]["prompt_token_ids"]
-    for path, body in ((CHAT, b"{not json"), (CHAT, b"[1]"), ("/v1/other", json.dumps({"documents": DOCS}).encode())):
+    others = (CHAT, b"{not json"), (CHAT, b"[1]"), (CHAT, b"[" * 100_000)
+    for path, body in (*others, ("/v1/other", json.dumps({"documents": DOCS}).encode())):
         assert client.post(path, content=body).json()["got"].encode() == body
     refused = client.post(CHAT, json={"messages": [QUESTION], "documents": [3]})
     assert (refused.status_code, refused.json()["error"]["type"]) == (400, "BadRequestError")
@@ -303,17 +302,19 @@ def test_documents_are_stored_window_by_window(client: TestClient, routes: Blend
     answer = client.post(DOCUMENTS, json={"documents": DOCS, "cache_salt": "tenant"})
     assert answer.json()["documents"] == 2
     assert answer.json()["stored_chunks"] == answer.json()["chunks"] > 2
-    assert {salt for *_, salt in workers.asked} == {"tenant"}
+    assert {salt for *_, salt, _ in workers.asked} == {"tenant"}
     assert len(workers.asked) > 3
-    assert max(sum(map(len, window)) for window, _, _ in workers.asked) <= 140
+    assert max(sum(map(len, window)) for window, *_ in workers.asked) <= 140
     assert routes.engine is not None
-    split = [routes.engine.marker.split(document).token_ids for document in DOCS]
-    asked = [tuple(window[index]) for window, new, _ in workers.asked for index in new]
-    assert asked == [chunk for chunks in split for chunk in chunks]
+    split = [routes.engine.marker.split(document) for document in DOCS]
+    asked = [tuple(window[index]) for window, new, *_ in workers.asked for index in new]
+    assert asked == [chunk for one in split for chunk in one.token_ids]
     # The chunks that a worker computes each after are the ones of the whole document.
-    before = [tuple(map(tuple, context.earlier(window)[index])) for window, new, _ in workers.asked for index in new]
-    assert before == [earlier for chunks in split for earlier in context.earlier(chunks)]
+    before = [tuple(map(tuple, context.earlier(window)[index])) for window, new, *_ in workers.asked for index in new]
+    assert before == [earlier for one in split for earlier in context.earlier(one.token_ids)]
     assert client.post(DOCUMENTS, json={"documents": []}).status_code == 400
+    client.post(DOCUMENTS, json={"documents": DOCS[1:]})
+    assert workers.asked[-1][2:] == (None, (split[1].document.id, split[1].document.version))
     replace_engine(routes, is_hybrid=True)
     assert "hybrid model" in client.post(DOCUMENTS, json={"documents": DOCS}).json()["error"]["message"]
 
@@ -362,6 +363,8 @@ def test_what_the_disk_is_behind_with_is_asked_for_again(client: TestClient, rou
     replace_engine(routes, call=AsyncMock(return_value=[[0, 0, 2]]))
     full = client.post(DOCUMENTS, json={"documents": DOCS[1:]})
     assert (full.status_code, "KV of 2 chunks cannot be stored" in full.json()["error"]["message"]) == (503, True)
+    replace_engine(routes, marker=Mock(split=Mock(side_effect=StoreFullError("planted"))))
+    assert client.post(DOCUMENTS, json={"documents": DOCS[1:]}).status_code == 503
 
 
 def test_a_document_that_is_too_long_is_refused_at_once(

@@ -28,22 +28,10 @@ CHUNKS = [[5, 37], [37, 69]]
 class _Request(SimpleNamespace):
     """vLLM's request, as far as the connector reads it: blocks are hashed one after the other."""
 
-    def __init__(self, params: Any, tokens: list[int] = TOKENS, **other: Any) -> None:
-        super().__init__(
-            request_id="one",
-            kv_transfer_params=params,
-            prompt_token_ids=tokens,
-            num_prompt_tokens=len(tokens),
-            mm_features=[],
-            prompt_embeds=None,
-            skip_reading_prefix_cache=False,
-            resumable=False,
-            cache_salt=None,
-            num_preemptions=0,
-            block_hashes=[],
-            _block_hasher=object(),
-            **other,
-        )
+    def __init__(self, params: Any, tokens: list[int] = TOKENS) -> None:
+        super().__init__(request_id="one", kv_transfer_params=params, prompt_token_ids=tokens, num_prompt_tokens=len(tokens))
+        vars(self).update(mm_features=[], prompt_embeds=None, skip_reading_prefix_cache=False, resumable=False, cache_salt=None)
+        vars(self).update(block_hashes=[], _block_hasher=object())
         self.update_block_hashes()
 
     def update_block_hashes(self) -> None:
@@ -53,8 +41,8 @@ class _Request(SimpleNamespace):
             self.block_hashes.append(hashlib.sha256(before + block).digest())
 
 
-def _scheduler(stored: Callable[[ChunkKey], bool] = lambda _: True, prefix_tokens: int = 100) -> BlendScheduler:
-    return BlendScheduler(KEYS, lambda keys: list(map(stored, keys)), 0.1, BLOCK, prefix_tokens)
+def _scheduler(stored: Callable[[ChunkKey], bool] = bool, prefix_tokens: int = 100, cached: int = 0) -> BlendScheduler:
+    return BlendScheduler(KEYS, lambda keys: list(map(stored, keys)), lambda _: cached, 0.1, BLOCK, prefix_tokens)
 
 
 def _arrived(request: _Request, **options: Any) -> BlendScheduler:
@@ -97,13 +85,16 @@ def test_a_prompt_is_handed_over_but_for_its_last_token() -> None:
 
 
 def test_when_vllm_computes_a_marked_prompt() -> None:
-    """Where its prefix cache leaves no more rows than a blend would run; after a failed blend, until the next preemption."""
+    """Where its prefix cache leaves no more rows than a blend would run; for good after a failed blend, under exact names."""
     scheduler = _arrived(request := _Request(_marked()))
     assert scheduler.matched(request, 60) == 0
-    scheduler.allocated(request, [1], scheduler.matched(request, 0))
+    scheduler = _arrived(request := _Request(_marked()))
+    for report in ({"blended": True}, {"blended": True}, {"blended": False, "reason": "look_alike"}):
+        scheduler.allocated(request, [1], scheduler.matched(request, 0))
+        scheduler.observe({"one": report}, 0)
     assert scheduler.matched(request, 0) == 0
-    request.num_preemptions = 1
-    assert scheduler.matched(request, 0) == 79
+    assert request.block_hashes == _Request(None).block_hashes
+    assert (scheduler.take_counts(), scheduler.finish(request)) == ({"blended": 1}, {"cacheblend": {"blended": True}})
 
 
 @pytest.mark.parametrize(
@@ -116,6 +107,7 @@ def test_when_vllm_computes_a_marked_prompt() -> None:
         ({"kv_transfer_params": {"cacheblend": {"chunks": []}}}, "no_chunks"),
         ({"kv_transfer_params": {"cacheblend": {"chunks": CHUNKS, "ratio": 1.0}}}, "not_worth_it"),
         ({"block_hashes": []}, "short_prompt"),
+        ({}, "prefix_cache"),  # which has the larger part of the last chunk
         ({}, "failed"),  # the store cannot be read
     ],
 )
@@ -125,7 +117,8 @@ def test_requests_that_are_left_to_vllm(change: dict[str, Any], reason: str) -> 
     for name, value in change.items():
         setattr(request, name, value)
     before = list(request.block_hashes)
-    scheduler = _arrived(request, stored=(lambda _: 1 / 0) if reason == "failed" else lambda _: True)
+    cached = 56 if reason == "prefix_cache" else 0
+    scheduler = _arrived(request, cached=cached, stored=(lambda _: 1 / 0) if reason == "failed" else lambda _: True)
     assert scheduler.matched(request, 0) == 0
     assert request.block_hashes == before
     assert scheduler.take_counts() == {f"exact:{reason}": 1}
@@ -153,6 +146,15 @@ def test_a_prefix_that_workers_do_not_keep_counts_as_computed(prefix_tokens: int
     request = _Request({"cacheblend": {"chunks": [[150, 250]]}}, tokens)
     scheduler = _arrived(request, prefix_tokens=prefix_tokens)
     assert scheduler.matched(request, 150) == handed_over
+    assert (request.block_hashes == _Request(None, tokens).block_hashes) == (not handed_over)
+
+
+@pytest.mark.parametrize(("cached", "left"), [(20, 0), (24, 1), (52, 1), (56, 2)])
+def test_chunks_that_vllm_has_are_left_to_it(cached: int, left: int) -> None:
+    """A chunk of which the larger part is in the prefix cache is none; those after it have the names of their documents."""
+    marks = Marks(chunks=CHUNKS, documents=[7, 7])
+    every, some = (marks.prompt(KEYS, TOKENS, None, tokens) for tokens in (0, cached))
+    assert (some.chunks, some.token_ids) == (every.chunks[left:], tuple(TOKENS))
 
 
 def test_prefixes_have_a_part_of_the_ram_budget() -> None:
@@ -217,11 +219,7 @@ def test_marks_are_read_as_written(borders: list[int], ratio: float | None) -> N
         [],
         {"chunk": []},
         {"chunks": [[0, 4], [3, 9]]},
-        {"chunks": [[4, 4]]},
-        {"chunks": [[0, 61]]},
-        {"chunks": [[-1, 4]]},
-        {"chunks": [["0", 4]]},
-        {"chunks": [[0, True]]},
+        *({"chunks": [span]} for span in ([4, 4], [0, 61], [-1, 4], ["0", 4], [0, True])),
         {"chunks": [[0, 4]], "ratio": 2},
         {"chunks": [[0, 4]], "ratio": float("nan")},
         {"chunks": [[0, 4]], "documents": [1, 2]},

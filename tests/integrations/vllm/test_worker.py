@@ -116,8 +116,8 @@ def remote(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_another_machine_stored_is_blended(open_machine: OpenMachine, remote: str, ranks: int) -> None:
-    """Chunks' KV that one worker has computed comes through the remote tier to another's disk; the blends are equal."""
+def test_what_others_stored(open_machine: OpenMachine, remote: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks' KV that one worker has computed comes through the remote tier to another's disk, for all of its ranks."""
     first, second = open_machine("a", remote=remote, ranks=ranks), open_machine("b", remote=remote, ranks=ranks)
     assert first.precompute() == (2, 0, 0)
     assert first.store.flush_remote(30)
@@ -126,6 +126,8 @@ def test_what_another_machine_stored_is_blended(open_machine: OpenMachine, remot
     assert [key in second.store for key in keys] == [False, False]
     assert second.store.find(keys) == [True, True]
     assert second.precompute() == (0, 0, 0)
+    if ranks > 1:
+        monkeypatch.setattr(second.store, "pin", open_machine("b").store.pin)
     assert second.blend()["hits"] == 2
     assert [key in second.store for key in keys] == [True, True]
     assert all(torch.equal(first.pages[layer], second.pages[layer]) for layer in first.pages)
@@ -243,6 +245,9 @@ def test_a_store_that_cannot_be_read_keeps_no_rank_waiting(open_machine: OpenMac
     assert machine.ranks.together[0] == 2
     monkeypatch.setattr(machine.store, "pin", broken)
     assert machine.blend() == {"blended": False, "reason": "not_stored"}
+    monkeypatch.setattr(KVStore, "__contains__", broken)
+    machine.worker.step([], [], 100, is_idle=True)
+    assert machine.worker.waiting_misses == 1
 
 
 def test_a_disk_that_is_behind_does_not_stop_the_engine(open_machine: OpenMachine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,4 +270,6 @@ def test_a_disk_that_is_behind_does_not_stop_the_engine(open_machine: OpenMachin
     waiting.clear()
     assert machine.worker.precompute(CHUNKS, [0, 1], "") == (1, 1, 0)
     monkeypatch.undo()
-    assert machine.worker.precompute(CHUNKS, [0, 1], "") == (1, 0, 0)
+    assert machine.worker.precompute(CHUNKS, [0, 1], "", ("deleted meanwhile", "a version")) == (1, 0, 0)
+    store.flush()
+    assert len(store.ls()) == 1
