@@ -59,7 +59,7 @@ def calibrated(config: EngineConfig, fusor: Fusor, prefix_ids: Sequence[int]) ->
     if found is None:
         return _widening(config, fusor)
     _compare_context(config, found)
-    loader = _with_ratio(config.loader, found.ratio)
+    loader = _with_ratio(config, found.ratio)
     selector = config.fusion.selector or (found.selector if config.fusion.max_loss_nats is None else None)
     fusion = replace(config.fusion, selector=selector)
     logger.info("calibrated: r* = %g, selector %s", loader.quality_ratio, fusion.selector)
@@ -73,12 +73,13 @@ def _widening(config: EngineConfig, fusor: Fusor) -> EngineConfig:
         nats = PRESETS[config.preset][1] if fusor.layer_parameters >= WIDENED_PARAMETERS else None
     if nats is None:
         return config
-    return replace(config, fusion=replace(config.fusion, max_loss_nats=nats), loader=_with_ratio(config.loader, FIRST_RATIO))
+    return replace(config, fusion=replace(config.fusion, max_loss_nats=nats), loader=_with_ratio(config, FIRST_RATIO))
 
 
-def _with_ratio(loader: LoaderConfig, ratio: float) -> LoaderConfig:
+def _with_ratio(config: EngineConfig, ratio: float) -> LoaderConfig:
     """Put r* in place of the default; a config's own stays."""
-    return replace(loader, quality_ratio=ratio) if loader.quality_ratio == LoaderConfig().quality_ratio else loader
+    is_default = config.recompute_ratio is None and config.loader.quality_ratio == LoaderConfig().quality_ratio
+    return replace(config.loader, quality_ratio=ratio) if is_default else config.loader
 
 
 def _compare_context(config: EngineConfig, found: Calibration) -> None:

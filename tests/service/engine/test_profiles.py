@@ -196,6 +196,7 @@ def test_explicit_settings_win(
     """A ratio, a selector or an r* that the user set stays, and the rest is the calibration's."""
     engine = calibrated_engine(**options)
     assert taken(engine) == expected
+    assert (engine.config.loader.quality_ratio == 0.4) == (expected[0] == 0.4)
     assert blended(engine, recompute_ratio=0.6) == 0.6
 
 
