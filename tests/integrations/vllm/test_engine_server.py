@@ -111,9 +111,9 @@ def test_passages_in_messages_are_blended_from_the_third_request_on(server: str)
 
     first = post(server, "/v1/chat/completions", messages=messages("01", "Who sleeps?"))
     assert first["kv_transfer_params"] is None
-    second = post(server, "/v1/chat/completions", messages=messages("01", "Who sings?"))
+    second = post(server, "/v1/chat/completions", messages=messages("10", "Who sings?"))
     assert second["kv_transfer_params"]["cacheblend"] == {"blended": False, "reason": "not_stored"}
-    third = post_until_hits(server, 2, messages=messages("10", "Who sleeps?"))
+    third = post_until_hits(server, 2, messages=messages("01", "Who sleeps?"))
     assert third["kv_transfer_params"]["cacheblend"]["blended"]
     assert third["usage"]["prompt_tokens"] == first["usage"]["prompt_tokens"]
 
