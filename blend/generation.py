@@ -253,7 +253,8 @@ class NextToken:
         stop = config._eos_token_tensor
         self._stop_ids = frozenset() if stop is None else frozenset(stop.tolist())
         self._do_sample = bool(config.do_sample)
-        self._prompt_ids, self._max_new_tokens = tuple(prompt_ids), max_new_tokens
+        self._max_new_tokens = max_new_tokens
+        self._ids_1N = torch.tensor([[*prompt_ids]], device=model.device)  # without the last token; the processors read them
         self._random = torch.Generator(device=model.device)
         if seed is None:
             self._random.seed()
@@ -265,8 +266,9 @@ class NextToken:
         """The next token after float32 logits (V,); it is added to `token_ids`."""
         scores_1V = logits_V[None]
         if self._processors:
-            ids_1N = torch.tensor([(*self._prompt_ids, *self.token_ids)], device=logits_V.device)
-            scores_1V = self._processors(ids_1N, scores_1V.clone())
+            last_1N = self._ids_1N.new_tensor([self.token_ids[-1:]])
+            self._ids_1N = torch.cat((self._ids_1N, last_1N), dim=1)
+            scores_1V = self._processors(self._ids_1N, scores_1V.clone())
         if self._do_sample:
             token = int(torch.multinomial(torch.softmax(scores_1V, dim=-1), 1, generator=self._random))
         else:

@@ -374,16 +374,14 @@ class Request:
         """Run the next layer; after the last layer draw the first token. True if the answer is complete with that."""
         for _ in self._layers:
             return False
-        fused, leader = self.fused, self.leader
-        asked = self.asked
+        fused, leader, asked = self.fused, self.leader, self.asked
         self.decoding = decoding = Decoding(self.engine.fusor, fused, asked, self.max_tokens, asked.stop, asked.thoughts)
+        if leader is not None:
+            leader._followers -= 1
         is_complete = self._draw(fused.logits)
         if not is_complete:
             decoding.kv = self.engine.fusor.decoder.sequence(fused)
-        owner = self  # of the prompt's KV
-        if leader is not None:
-            leader._followers -= 1
-            owner = leader if leader.prefill is not None and leader.fused is fused else self
+        owner = leader if leader and leader.prefill and leader.fused is fused else self  # of the prompt's KV
         if not owner.holds_kv and not owner._followers:  # only the sequences use the prompt's KV from now on
             fused.take_memory()
             fused.cache.layers.clear()
@@ -422,11 +420,17 @@ class Request:
         )
 
     def end(self) -> None:
-        """Stop loading, release pins, and let go of the KV, but for the prompt's if it `holds_kv` and is answered."""
+        """Stop loading, release pins, and let go of the KV; of an answered request not of the prompt's while it `holds_kv`, or
+        a follower waits for it.
+        """
         self._held.close()
         if self.decoding is not None:
             self.decoding.kv = None
-        if not (self.holds_kv and self.ended):
+        elif self.leader is not None:  # that it follows no more
+            self.leader._followers -= 1
+            if self.leader.ended:
+                self.leader.end()
+        if not (self.ended and (self.holds_kv or self._followers)):
             self.release()
 
     def release(self) -> None:

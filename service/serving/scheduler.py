@@ -313,13 +313,13 @@ class Scheduler(Closing):
             self._leave(request, Failed(error))
 
     def _wait_again(self, prompt: Request) -> None:
-        """Put the prompt whose turn is over before its tenant's others, but after the shortest one if that is shorter."""
+        """Put the prompt whose turn is over before its tenant's others, but after the shortest, and its followers, if shorter."""
         own = [one for one in self._waiting if one.tenant == prompt.tenant]
         shortest = min(own, key=lambda one: len(one.prompt), default=prompt)
         self._waiting.insert(0, prompt)
         if len(shortest.prompt) < len(prompt.prompt):
-            self._waiting.remove(shortest)
-            self._waiting.insert(0, shortest)
+            first = shortest.leader or shortest
+            self._waiting.sort(key=lambda one: (one.leader or one) is not first)
 
     def _prefill(self, running: Request) -> None:
         def run_layer() -> bool:
