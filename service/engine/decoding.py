@@ -33,7 +33,7 @@ SETTLED_TOKENS = 4  # after so many more tokens a character is complete, or neve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the tokens of an answer are drawn; by default the likeliest ones.
+    """How the tokens of an answer are drawn, by default the likeliest ones, and read.
 
     Args:
         temperature: 0 is greedy; above, tokens are sampled.
@@ -50,6 +50,10 @@ class Sampling:
         logit_bias: added to tokens' logits.
         logprobs: how many of the likeliest tokens are reported with each token; None reports none.
         grammar: of the answer; None for any text.
+        stop: strings that end the answer.
+        thoughts: how the answer has its thoughts; None makes them a part of its text.
+        continues: the answer goes on with the prompt's text: with a space where its first token has one, which some tokenizers
+            drop of a text's first.
 
     Raises:
         ConfigError: a temperature, top_p or top_k outside its range.
@@ -68,6 +72,9 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     grammar: Grammar | None = None
+    stop: Sequence[str] = ()
+    thoughts: Thoughts | None = None
+    continues: bool = False
 
     def __post_init__(self) -> None:
         if not is_number(self.temperature) or self.temperature < 0:
@@ -79,12 +86,12 @@ class Sampling:
         """The options that `generate` knows, for a model with this tokenizer."""
         padding = (token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None)
         options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        if self.temperature >= LEAST_TEMPERATURE:
-            options = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": max(0, self.top_k)}
+        if (temperature := float(self.temperature)) >= LEAST_TEMPERATURE:
+            options = {"do_sample": True, "temperature": temperature, "top_p": self.top_p, "top_k": max(0, self.top_k)}
             if self.min_p is not None:
                 options["min_p"] = self.min_p
         if self.repetition_penalty is not None:
-            options["repetition_penalty"] = self.repetition_penalty
+            options["repetition_penalty"] = float(self.repetition_penalty)
         if (least := sys.maxsize if self.ignore_eos else self.min_tokens) and self.grammar is None:
             options["min_new_tokens"] = least
         return {"pad_token_id": int(next(padding, 0)), **options}
@@ -122,10 +129,8 @@ class Decoding:
     Args:
         fusor: the model.
         fused: the prompt; its cache is not changed.
-        sampling: how tokens are drawn.
+        sampling: how tokens are drawn and read.
         max_tokens: most tokens to draw.
-        stop: strings that end the answer.
-        thoughts: how the answer has its thoughts; None makes them a part of its text.
 
     Attributes:
         kv: of the sequence; None before the first token, and after the last.
@@ -135,16 +140,8 @@ class Decoding:
         logprobs: of each token, if they are asked for.
     """
 
-    def __init__(
-        self,
-        fusor: Fusor,
-        fused: FusionResult,
-        sampling: Sampling,
-        max_tokens: int,
-        stop: Sequence[str] = (),
-        thoughts: Thoughts | None = None,
-    ) -> None:
-        device, tokenizer = fused.logits.device, fusor.tokenizer
+    def __init__(self, fusor: Fusor, fused: FusionResult, sampling: Sampling, max_tokens: int) -> None:
+        device, tokenizer, thoughts = fused.logits.device, fusor.tokenizer, sampling.thoughts
         options = sampling.generation_options(tokenizer)
         self._next = NextToken(fusor.model, fused.token_ids, max_tokens, sampling.seed, **options)
         self._sampling, self._counts = sampling, Counter[int]()
@@ -152,7 +149,8 @@ class Decoding:
         self._bias_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.long, device=device)
         self._bias = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32, device=device)
         self.kv: SequenceKV | None = None
-        self._text = TextStream(tokenizer, stop, None if thoughts is None else thoughts.hidden, sampling.min_tokens)
+        hidden, context = None if thoughts is None else thoughts.hidden, fused.token_ids[-1:] if sampling.continues else ()
+        self._text = TextStream(tokenizer, sampling.stop, hidden, sampling.min_tokens, context)
         self._reader = None if thoughts is None else ThoughtReader(thoughts)
         self.said, self.thoughts, self.first_token = "", "", 0.0
         self.logprobs: list[TokenLogprob] = []
@@ -259,21 +257,27 @@ class TextStream:
         stop: strings that end the text; they are not part of it.
         hidden: tokens without text; None for the tokenizer's special ones.
         min_tokens: stop strings do not count in the text of so many first tokens.
+        context: the tokens before the text, as far as it reads otherwise without them.
     """
 
     def __init__(
-        self, tokenizer: Any, stop: Sequence[str] = (), hidden: frozenset[int] | None = None, min_tokens: int = 0
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        hidden: frozenset[int] | None = None,
+        min_tokens: int = 0,
+        context: Sequence[int] = (),
     ) -> None:
         self._tokenizer, self._stop = tokenizer, re.compile("|".join(map(re.escape, stop))) if stop else None
         self._begun_stops = frozenset(one[:size] for one in stop for size in range(1, len(one)))
         self._longest_stop = max(map(len, stop), default=0)
         self._without_text = frozenset(tokenizer.all_special_ids) if hidden is None else hidden
         self._skips_special = hidden is None
-        self._token_ids: list[int] = []
-        self._read_from = 0  # tokens before it are decoded for good, into `text`
+        self._token_ids = [*context]
+        self._read_from = len(context)  # tokens before it are decoded for good, into `text`
         self._context_from = 0  # decoded along with the tokens after it, since how a token reads depends on the one before
         self._returned = 0
-        self._min_tokens, self._stops_from = min_tokens, 0
+        self._min_tokens, self._stops_from = len(context) + min_tokens, 0
         self.text = ""
         self.stop_string: str | None = None
 

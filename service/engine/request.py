@@ -24,7 +24,6 @@ from .config import METHODS
 from .decoding import Decoding, Piece, Sampling, TokenLogprob
 from .passages import FoundPassage
 from .prompt import PromptTokens
-from .reasoning import Thoughts
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -58,12 +57,10 @@ class RequestOptions(Sampling):
         max_loss_nats: for "blend", how far the first token may move before more is recomputed (`FusionConfig`); None leaves it
             to the config, unless there is a ratio.
         max_tokens: upper bound on the generated tokens; None for the config's, or else as many as fit after the prompt.
-        stop: strings that end the answer.
         earlier_question: the user's before this one, which a search considers too.
         layout: what stands around the chunks; None puts the config's instruction before and the question after them. With a
             layout, `num_chunks=0` retrieves nothing.
         passages: those in the texts of `layout`, see `Engine.find_passages`; their stored KV is reused where it is worth it.
-        thoughts: how the answer to `layout` has its thoughts; None makes them a part of its text.
         cache_salt: of stored KV only that of this salt is used.
         tenant: who asks; tenants of a scheduler take turns.
         arrived: `time.perf_counter` when it was asked, from which a deadline counts; now by default.
@@ -76,11 +73,9 @@ class RequestOptions(Sampling):
     recompute_ratio: float | None = None
     max_loss_nats: float | None = None
     max_tokens: int | None = None
-    stop: Sequence[str] = ()
     earlier_question: str = ""
     layout: PromptTokens | None = None
     passages: Sequence[FoundPassage] = ()
-    thoughts: Thoughts | None = None
     cache_salt: str = ""
     tenant: str = ""
     arrived: float = field(default_factory=time.perf_counter)
@@ -374,8 +369,8 @@ class Request:
         """Run the next layer; after the last layer draw the first token. True if the answer is complete with that."""
         for _ in self._layers:
             return False
-        fused, leader, asked = self.fused, self.leader, self.asked
-        self.decoding = decoding = Decoding(self.engine.fusor, fused, asked, self.max_tokens, asked.stop, asked.thoughts)
+        fused, leader = self.fused, self.leader
+        self.decoding = decoding = Decoding(self.engine.fusor, fused, self.asked, self.max_tokens)
         if leader is not None:
             leader._followers -= 1
         is_complete = self._draw(fused.logits)

@@ -45,7 +45,7 @@ class TextChoice:
         is_forced = isinstance(body, ChatBody) and body.tool_choice not in (None, "none", "auto")
         self._reader = CallReader(names, 1 if body.parallel_tool_calls is False else None, is_forced=is_forced)
         self._pending: list[TokenLogprob] = []  # of tokens whose text is held back
-        self._offset: int | None = None  # characters so far; None before the first piece
+        self._offset: int | None = None  # characters of the tokens before; None before the first piece
 
     def add(self, event: Piece | Done) -> dict[str, Any] | None:
         """The choice in JSON: of a streamed piece, None where nothing is certain yet, or of a complete answer."""
@@ -62,26 +62,27 @@ class TextChoice:
             stop_string = event.stop_string
             self._pending = self._pending if self._streamed else [*event.logprobs]
         text = text if self._offset is not None else self._echoed + text
-        logprobs = self.logprobs(self._pending, self._offset or 0) if self._has_logprobs else None
+        logprobs = self.logprobs(self._pending) if self._has_logprobs else None
         choice = {"index": self._index, **self.content(text, calls, thoughts), "logprobs": logprobs, "finish_reason": reason}
         choice["stop_reason"] = stop_string  # as vLLM has it
-        self._pending, self._offset = [], (self._offset or 0) + len(text)
+        self._pending, self._offset = [], self._offset or 0
         return choice
 
     def content(self, text: str, calls: Sequence[Call], thoughts: str) -> dict[str, Any]:  # only chats have the last two
         """Text, calls and thoughts, of a piece or of an answer."""
         return {"text": text}
 
-    def logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-        """Log-probabilities of tokens that begin `offset` characters after the answer's start."""
+    def logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Log-probabilities of the tokens after those before."""
         reader = codecs.getincrementaldecoder("utf-8")("replace")  # a character is at the offset of its first token
         sizes = [len(reader.decode(self._token_bytes(each.token_id))) for each in tokens]
+        *offsets, self._offset = accumulate(sizes, initial=self._offset or 0)
         likeliest = [((each.token_id, each.logprob), *each.likeliest) for each in tokens]
         return {
             "tokens": [self._shown(each.token_id) for each in tokens],
             "token_logprobs": [each.logprob for each in tokens],
             "top_logprobs": [{self._shown(token): logprob for token, logprob in likely} for likely in likeliest],
-            "text_offset": list(accumulate(sizes, initial=offset))[: len(sizes)],
+            "text_offset": offsets,
         }
 
     def _shown(self, token_id: int) -> str:
@@ -110,7 +111,7 @@ class ChatChoice(TextChoice):
             made["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)] if self._streamed else calls
         return {"delta" if self._streamed else "message": made}
 
-    def logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:  # only texts have offsets
+    def logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         """Log-probabilities of tokens."""
 
         def reported(token_id: int, logprob: float) -> dict[str, Any]:

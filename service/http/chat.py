@@ -95,12 +95,14 @@ def _check_tools(body: ChatBody, prompts: PromptRenderer) -> None:
 
 def template_kwargs(body: ChatBody, defaults: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """The chat template's variables for a chat: what it asks for, before what its effort says, before the defaults."""
-    thinks = (body.thinking or {}).get("type") != "disabled"
-    effort, asked = body.reasoning_effort if thinks else "none", dict(body.chat_template_kwargs or {})
-    of_effort = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    kind, asked = (body.thinking or {}).get("type"), dict(body.chat_template_kwargs or {})
+    effort = "none" if kind == "disabled" else body.reasoning_effort
+    thinks = kind in ("enabled", "adaptive") or (None if effort is None else effort != "none")
+    of_effort = {"reasoning_effort": effort, "enable_thinking": thinks}
+    of_effort = {name: value for name, value in of_effort.items() if name in known and value is not None}
     if body.enable_thinking is not None:
         asked.setdefault("enable_thinking", body.enable_thinking)
-    return {**defaults, **{name: value for name, value in of_effort.items() if name in known}, **asked}
+    return {**defaults, **of_effort, **asked}
 
 
 def lay_out_chat(engine: Engine, body: ChatBody, defaults: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -125,6 +127,7 @@ def lay_out_chat(engine: Engine, body: ChatBody, defaults: Mapping[str, Any]) ->
         "layout": layout,
         "passages": () if with_chunks else passages,
         "thoughts": prompts.thoughts(layout),
+        "continues": continues,
         "num_chunks": num_chunks,
         "max_tokens": body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
     }
@@ -139,8 +142,9 @@ def lay_out_completion(engine: Engine, body: CompletionBody, words: int) -> Iter
         yield {
             "question": text,
             "layout": engine.prompts.completion(prompt),
+            "continues": True,
             "passages": () if body.num_chunks or body.documents else engine.find_passages([("user", text)]),
-            "num_chunks": min(body.num_chunks or 0, engine.retriever.chunk_count),
+            "num_chunks": 0 if body.documents is not None else min(body.num_chunks or 0, engine.retriever.chunk_count),
             "max_tokens": 1 if body.max_tokens == 0 else body.max_tokens,  # that one is left out of the answer
         }
 
@@ -184,7 +188,6 @@ async def _prepare(
                 filter=body.filter,
                 recompute_ratio=body.recompute_ratio,
                 max_loss_nats=body.max_loss_nats,
-                stop=body.stop or [],
                 cache_salt=body.cache_salt,
                 tenant=request.state.tenant,
                 arrived=request.state.arrived,

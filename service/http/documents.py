@@ -35,7 +35,7 @@ from cacheblend.service.engine.file_readers import MAX_UNPACKED_BYTES
 from cacheblend.service.engine.ingest import IngestReport
 from cacheblend.service.engine.pdf_text import WITHOUT_TEXT
 
-from .guard import ApiError, JsonRoute, read_json, refused, shortened
+from .guard import ApiError, JsonRoute, error_body, read_json, refused, shortened
 from .ingests import MAX_NAME_CHARACTERS, Ingest, Work
 from .schemas import IngestedBody, StrictModel
 from .server import Server, run_document_call, wait_for_call
@@ -44,10 +44,10 @@ router = APIRouter(route_class=JsonRoute)
 _Result = TypeVar("_Result")
 LISTED, MAX_LISTED = 100, 1000  # documents of a page
 MAX_FILES = 100  # of a form
-MAX_FAULTS = 100  # of a file that are listed
+MAX_FAULTS = 100  # of an upload that are listed
 CHECK_EVERY_S = 0.1  # while a file is read: other uploads have their turns then, and a line is read in less
 _ESCAPES = re.compile("%(22|0D|0A)")  # of browsers in a name, by the HTML standard; no other character is escaped
-_SUFFIX = re.compile(r"(\.jsonl\.gz|\.[a-z0-9]{1,8})$")  # says of which kind a file is; names in a file system hold few bytes
+_SUFFIX = re.compile(r"((\.[a-z0-9]{1,8})?\.gz|\.[a-z0-9]{1,8})$")  # of a kind; names in a file system hold few bytes
 
 
 class IngestBody(StrictModel):
@@ -74,7 +74,7 @@ _UPLOAD_SCHEMA = {
 async def ingest(request: Request, wait: bool = False) -> Response:
     """Split, index and precompute documents, in a job of `/v1/ingests` that outlives the connection. A known id is replaced.
 
-    With `wait` the answer comes when their KV is durable, and nothing stays of the upload if its client leaves before.
+    With `wait` the answer comes when their KV is durable; if its client leaves before, nothing stays of the file under way.
 
     A form has files in place of JSON, `file` each, which are read as `cacheblend ingest` reads them. A file's document has its
     name as id, or the form's `id` where there is one file; pages, slides and sheets are documents such as `report.pdf#page=3`.
@@ -181,7 +181,8 @@ async def _upload(request: Request, ingest: Ingest, *, wait: bool) -> Response:
             ends.pop_all()
             return JSONResponse(ingest.body(), 202, {"Location": f"/v1/ingests/{ingest.id}"})
         report = await wait_for_call(server.uploads, request, ingest.call)
-    faults = [f"{place}: {why}" for place, why in {**ingest.faults, **ingest.errors}.items()]
+    failed = {name: error_body(error)["error"]["message"] for name, error in ingest.errors.items()}
+    faults = [f"{place}: {why}" for place, why in {**ingest.faults, **failed}.items()]
     return JSONResponse({"object": "ingest_report", **report.as_dict(), **({"faults": faults} if faults else {})}, 201)
 
 
@@ -265,9 +266,10 @@ def _read_file(server: Server, file: FormFile, check: Check, faults: dict[str, s
             raise refused("file", str(error)) from None
     if own_faults and not documents:
         raise refused("file", "{}: {}".format(*next(iter(own_faults.items()))))
-    faults.update(islice(own_faults.items(), MAX_FAULTS))
-    if len(own_faults) > MAX_FAULTS:
-        faults[name] = f"{len(own_faults) - MAX_FAULTS:,} more lines or parts cannot be used"
+    room = max(0, MAX_FAULTS - len(faults))
+    faults.update(islice(own_faults.items(), room))
+    if len(own_faults) > room:
+        faults[name] = f"{len(own_faults) - room:,} more lines or parts cannot be used"
     return documents
 
 

@@ -71,7 +71,6 @@ REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 MAX_SHOWN = 80
 HEADER = "x-request-id"
 INTERNAL = "internal_error"
-NO_ROOM = "there is no room: the disk or the store's budget is full; the service's log says which, under the request's id"
 # HTTP status and code of an error, by the first line that is of its kind.
 KNOWN: tuple[tuple[type[Exception], int, str | None], ...] = (
     (QueueFullError, 429, "queue_full"),
@@ -127,7 +126,7 @@ def error_body(error: Exception) -> dict[str, Any]:
     if code == INTERNAL:
         message = "an error inside the service; its log has it under the request's id"
     elif isinstance(error, StoreFullError) and not isinstance(error, BudgetTooSmallError):
-        message = NO_ROOM
+        message = "there is no room: the disk or the store's budget is full; the service's log says which"
     elif isinstance(error, OtherIndexError):  # since the service opened it
         message = "`cacheblend reindex` has made the index another model's or embedder's; start the service anew with that"
     kind = KINDS.get(status) or ("invalid_request_error" if status < 500 else "server_error")

@@ -77,6 +77,8 @@ class Ingest:
                 except ServiceError:
                     raise
                 except CacheBlendError as error:
+                    if error_body(error)["error"]["message"] != str(error):  # of which clients are not shown all
+                        logger.error("the upload %s, %s: %s", self.id, name, error)
                     self.errors[name] = _bare(error)
                 self.parts_done += 1
             if len(self.errors) == self.total:

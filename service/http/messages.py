@@ -51,10 +51,8 @@ class MessagesBody(ChatBody):
             del body["output_config"]
             body["reasoning_effort"] = config.get("effort")
             if isinstance(form := config.get("format"), dict):
-                body["response_format"] = {
-                    "type": form.get("type"),
-                    "json_schema": {"schema": form.get("schema"), "strict": True},
-                }
+                schema = {"schema": form.get("schema"), "strict": True}
+                body["response_format"] = {"type": form.get("type"), "json_schema": schema}
         return body
 
     @model_validator(mode="after")
@@ -175,7 +173,7 @@ def _blocks(message: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], d
 
 
 def _end(choice: Mapping[str, Any]) -> dict[str, Any]:
-    stop = choice["stop_reason"]
+    stop = choice["stop_reason"] if choice["finish_reason"] == "stop" else None  # calls are to be run, whatever ended them
     return {"stop_reason": REASONS[choice["finish_reason"]] if stop is None else "stop_sequence", "stop_sequence": stop}
 
 

@@ -327,7 +327,8 @@ class ResponseFormat(StrictModel):
 # Of OpenAI's, Anthropic's and other services' requests: who asks, and what is stored, cached, routed or preferred.
 OF_CLIENTS = (
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention verbosity "
-    "prediction cache_control context_management drop_params request_id priority provider ttl keep_alive cache_prompt"
+    "prediction cache_control context_management drop_params request_id priority provider ttl keep_alive cache_prompt "
+    "inference_geo speed user_profile_id workspace_id diagnostics moderation"
 )
 # Open WebUI's page adds them to OpenAI's fields, and its server acts on them itself; docs/clients.md lists them.
 OF_OPEN_WEBUI = (
@@ -430,7 +431,7 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32), AfterValidator(check_bounds)] | None = None
     enable_thinking: bool | None = None  # one of those, as some services have it
     reasoning_effort: Name | None = None  # has an effect where the template knows it
-    thinking: dict[str, Any] | None = None  # of type "disabled" it is an effort of "none"
+    thinking: dict[str, Any] | None = None  # of type "disabled" it is an effort of "none", of other types it is on
 
     _only_allowed = model_validator(mode="before")(only_allowed)
 

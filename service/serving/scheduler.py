@@ -313,7 +313,7 @@ class Scheduler(Closing):
             self._leave(request, Failed(error))
 
     def _wait_again(self, prompt: Request) -> None:
-        """Put the prompt whose turn is over before its tenant's others, but after the shortest, and its followers, if shorter."""
+        """Put the prompt whose turn is over before its tenant's others, but after a shorter one and its followers."""
         own = [one for one in self._waiting if one.tenant == prompt.tenant]
         shortest = min(own, key=lambda one: len(one.prompt), default=prompt)
         self._waiting.insert(0, prompt)

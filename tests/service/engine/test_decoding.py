@@ -8,6 +8,8 @@ import pytest
 from fakes import tiny_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from cacheblend.service.engine.decoding import UNFINISHED, Sampling, TextStream, token_bytes
 
@@ -66,8 +68,17 @@ def test_stop_strings_wait_for_the_least_tokens() -> None:
 
 def test_a_named_penalty_is_the_models_no_more() -> None:
     """An option that is left out is the model's own, and 1 is none."""
-    options = [Sampling(repetition_penalty=penalty).generation_options(tiny_tokenizer()) for penalty in (None, 1.0)]
-    assert [one.get("repetition_penalty") for one in options] == [None, 1.0]
+    options = [Sampling(repetition_penalty=penalty).generation_options(tiny_tokenizer()) for penalty in (None, 1)]
+    assert [repr(one.get("repetition_penalty")) for one in options] == ["None", "1.0"]  # a float, which `generate` wants
+
+
+def test_a_continued_text_has_its_space() -> None:
+    """A decoder that drops a first token's space does not drop that of one with a context, which is no part of the text."""
+    words = Tokenizer(models.WordLevel({"\u2581is": 0, "\u2581Paris": 1, "?": 2}, "?"))
+    words.decoder = decoders.Metaspace()
+    for context, expected in (([], "Paris"), ([0], " Paris")):
+        stream = TextStream(PreTrainedTokenizerFast(tokenizer_object=words), ["a", "?"], min_tokens=1, context=context)
+        assert [stream.add(1), stream.add(2), stream.stop_string] == [expected, "", "?"]
 
 
 class CountingTokenizer:

@@ -79,8 +79,9 @@ def test_logprobs_of_split_characters() -> None:
     text, tokenizer = "é🙂a", tiny_tokenizer()
     tokens = [TokenLogprob(token, -1.0, ()) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
     read = partial(token_bytes, tokenizer)
-    chat = ChatChoice(0, ChatBody(messages=[{"role": "user", "content": "x"}], logprobs=True), read, str).logprobs(tokens, 0)
+    chat = ChatChoice(0, ChatBody(messages=[{"role": "user", "content": "x"}], logprobs=True), read, str).logprobs(tokens)
     assert bytes(byte for one in chat["content"] for byte in one["bytes"]).decode() == text
-    told = TextChoice(0, CompletionBody(prompt="x", logprobs=0), read, str).logprobs(tokens, 5)
+    choice = TextChoice(0, CompletionBody(prompt="x", logprobs=0), read, str)
+    told, later = choice.logprobs(tokens), choice.logprobs(tokens[-1:])
     assert told["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", *(f"bytes:\\x{byte:x}" for byte in "🙂".encode()), "a"]
-    assert told["text_offset"] == [5, 5, 6, 6, 6, 6, 7]
+    assert [*told["text_offset"], *later["text_offset"]] == [0, 0, 1, 1, 1, 1, 2, 3]

@@ -87,10 +87,11 @@ def test_a_files_error_is_in_the_job(
 
 
 def test_faults_are_bounded(client: httpx.Client) -> None:
-    """Of a file with many bad lines the first are listed, and the others counted."""
-    job = ended(client, post(client, "lines.jsonl", raw=b"x\n" * 300 + b'{"text": "' + TEXT.strip() + b'"}'))
-    assert (job["status"], len(job["faults"])) == ("done", 101)
-    assert job["faults"][-1] == "lines.jsonl: 200 more lines or parts cannot be used"
+    """Of files with many bad lines the first are listed, and the others counted."""
+    job = ended(client, post(client, "lines.jsonl", "more.jsonl", raw=b"x\n" * 300 + b'{"text": "' + TEXT.strip() + b'"}'))
+    assert (job["status"], len(job["faults"])) == ("done", 102)
+    more = "more lines or parts cannot be used"
+    assert job["faults"][100:] == [f"lines.jsonl: 200 {more}", f"more.jsonl: 300 {more}"]
 
 
 def test_jobs_are_cancelled(engine: Engine, held: threading.Event) -> None:

@@ -24,12 +24,8 @@ def test_a_chat(client: httpx.Client) -> None:
         message = client.post("/v1/messages", json=body).json()
         assert message["content"] == [{"type": "text", "text": chat["choices"][0]["message"]["content"]}]
         assert message["id"].startswith("msg_")
-        assert (message["type"], message["role"], message["model"], message["stop_reason"]) == (
-            "message",
-            "assistant",
-            MODEL,
-            "max_tokens",
-        )
+        heads = [message[name] for name in ("type", "role", "model", "stop_reason")]
+        assert heads == ["message", "assistant", MODEL, "max_tokens"]
         usage = message["usage"]
         assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
         assert usage["cache_read_input_tokens"] > 0
@@ -65,6 +61,8 @@ def test_stop_sequences(client: httpx.Client) -> None:
 DOCUMENT = {"type": "document", "title": "A", "source": {"type": "text", "media_type": "text/plain", "data": "A loop."}}
 CONTENT = [{"type": "text", "text": "A loop."}]
 PARTS = {"type": "document", "title": "A", "source": {"type": "content", "content": CONTENT}}
+LINK = {"role": "user", "content": [{**DOCUMENT, "source": {"type": "url"}}]}
+CALL = {"role": "assistant", "content": [{"type": "tool_use"}]}
 FOUND = {"type": "search_result", "title": "A", "source": "https://a.example", "content": CONTENT}
 
 
@@ -104,14 +102,8 @@ def test_documents(client: httpx.Client, block: dict[str, Any]) -> None:
         ({"tools": [{"name": "f", "input_schema": {}}]}, "tools: the model's chat template has no place for them"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type: must be 'function'"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.function.name: is missing"),
-        (
-            {"messages": [USER, {"role": "assistant", "content": [{"type": "tool_use"}]}]},
-            "messages.1.tool_calls.0.id: is missing",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{**DOCUMENT, "source": {"type": "url"}}]}]},
-            "messages.0.content.0.type: this",
-        ),
+        ({"messages": [USER, CALL]}, "messages.1.tool_calls.0.id: is missing"),
+        ({"messages": [LINK]}, "messages.0.content.0.type: this"),
         ({"stop_sequences": [[]]}, "stop_sequences.0: must be a valid string"),
         ({"mcp_servers": [{}]}, "mcp_servers: is no field of this request"),
         ({"n": 2}, "n: must be 1"),

@@ -214,7 +214,8 @@ def test_defaults_of_the_service(open_engine: OpenEngine) -> None:
         openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=60, max_retries=0) as client,
     ):
         assert "reasoning_content" not in (ask(client).choices[0].message.model_extra or {})
-        assert streamed(client, extra_body={"chat_template_kwargs": {"enable_thinking": True}})[:2] == (THOUGHTS, SAID)
+        for switch in ({"chat_template_kwargs": {"enable_thinking": True}}, {"thinking": {"type": "enabled"}}):
+            assert streamed(client, extra_body=switch)[:2] == (THOUGHTS, SAID)
     for text in ("{", "[]", "1", "", '{"enable_thinking": false'):
         with pytest.raises(ConfigError, match=r"default_chat_template_kwargs=.* a JSON object such as"):
             HttpConfig(default_chat_template_kwargs=text)

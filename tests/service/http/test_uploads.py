@@ -24,6 +24,8 @@ from cacheblend.service.http.server import Server
 
 multipart = pytest.importorskip("python_multipart.multipart")
 TEXT = "The lighthouse at Kap Arkona was built by Karl Friedrich Schinkel. " * 4
+BAD_FILES = {"binary.txt": bytes(range(256)), "broken.docx": b"PK no archive", "bad.jsonl": b"{", "picture.png": b"\x89PNG"}
+BAD_FILES |= {"a.txt#page=b.txt": b"text", "r.pdf.gz": gzip.compress(b"%PDF")}
 
 
 def post(client: httpx.Client, name: str, raw: bytes, **fields: str) -> httpx.Response:
@@ -102,22 +104,13 @@ def test_a_shorter_file_leaves_no_page_behind(client: httpx.Client, monkeypatch:
     assert sorted(texts(client, "r.pdf")) == ["r.pdf#page=1", *(f"r.pdf.old#page={page}" for page in (1, 2, 3))]
 
 
-@pytest.mark.parametrize(
-    ("name", "raw"),
-    [
-        ("binary.txt", bytes(range(256))),
-        ("broken.docx", b"PK no archive"),
-        ("bad.jsonl", b"{"),
-        ("picture.png", b"\x89PNG"),
-        ("a.txt#page=b.txt", b"text"),
-    ],
-)
+@pytest.mark.parametrize(("name", "raw"), [*BAD_FILES.items()])
 def test_bad_files(client: httpx.Client, name: str, raw: bytes) -> None:
     """What cannot be read is a 400 that names the file and no folder of the server, and leaves nothing."""
     before = client.get("/v1/documents").json()
     answer = post(client, name, raw)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "file"), answer.text
-    assert "uploads" not in answer.text
+    assert ("uploads" not in answer.text, "unpack it" in answer.text) == (True, name.endswith(".gz"))
     assert client.get("/v1/documents").json() == before
 
 
@@ -139,12 +132,21 @@ def test_odd_ends_of_names(client: httpx.Client, name: str) -> None:
     assert texts(client, name) == {name: TEXT}
 
 
-def test_no_room_for_temporary_files(client: httpx.Client, server: Server) -> None:
-    """An upload that the folder of temporary files has no room for is a 507 that names no folder."""
-    shutil.rmtree(server.uploads_folder)
-    answer = post(client, "a.txt", TEXT.encode())
-    assert (answer.status_code, answer.json()["error"]["code"]) == (507, "store_full")
-    assert str(server.uploads_folder.parent) not in answer.text
+def test_no_room_for_temporary_files(
+    client: httpx.Client, server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file that the folder of temporary files has no room for is a fault, or a 507; only the log names the folder."""
+    folder = str(server.uploads_folder)
+
+    def fill(_: Path, id_: str, *__: Any, **___: Any) -> Any:
+        yield Document(id_, "", TEXT)
+        shutil.rmtree(folder)
+
+    monkeypatch.setattr(documents, "file_documents", fill)
+    answers = [client.post("/v1/documents?wait=true", files=[("file", (name, TEXT.encode())) for name in "ab"]) for _ in "12"]
+    assert ([answer.status_code for answer in answers], answers[1].json()["error"]["code"]) == ([201, 507], "store_full")
+    assert not any(folder in answer.text for answer in answers)
+    assert [folder in line for line in caplog.messages if ", b: " in line] == [True, True]
 
 
 def test_a_large_form_needs_no_temporary_file(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
