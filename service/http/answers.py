@@ -44,6 +44,7 @@ class TextChoice:
         names = [tool.function.name for tool in body.called_tools] if isinstance(body, ChatBody) else []
         is_forced = isinstance(body, ChatBody) and body.tool_choice not in (None, "none", "auto")
         self._reader = CallReader(names, 1 if body.parallel_tool_calls is False else None, is_forced=is_forced)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character is at the offset of its first token
         self._pending: list[TokenLogprob] = []  # of tokens whose text is held back
         self._offset: int | None = None  # characters of the tokens before; None before the first piece
 
@@ -74,8 +75,7 @@ class TextChoice:
 
     def logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         """Log-probabilities of the tokens after those before."""
-        reader = codecs.getincrementaldecoder("utf-8")("replace")  # a character is at the offset of its first token
-        sizes = [len(reader.decode(self._token_bytes(each.token_id))) for each in tokens]
+        sizes = [len(self._decoder.decode(self._token_bytes(each.token_id))) for each in tokens]
         *offsets, self._offset = accumulate(sizes, initial=self._offset or 0)
         likeliest = [((each.token_id, each.logprob), *each.likeliest) for each in tokens]
         return {
