@@ -18,15 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cacheblend.base.errors import (
-    BudgetTooSmallError,
-    DamagedDocumentError,
-    DocumentChangedError,
-    InputError,
-    OtherIndexError,
-    RetrieverError,
-    StoreFullError,
-)
+from cacheblend.base import errors
 from cacheblend.base.files import make_private_file
 from cacheblend.base.sqlite import BUSY_TIMEOUT_S, committed, prefix_end, sqlite_errors, truncate_log
 from cacheblend.store.layout import Reserve
@@ -210,7 +202,7 @@ class Catalog:
             try:
                 with self._errors():
                     db.execute("VACUUM")
-            except StoreFullError as error:
+            except errors.StoreFullError as error:
                 logger.warning("parts of removed texts may stay in %s until the next removal: %s", self._where, error)
             truncate_log(db)
 
@@ -222,7 +214,7 @@ class Catalog:
         [[pages, free_pages, page_bytes]] = self._sql(f"SELECT * FROM {sizes}")
         if (pages - free_pages) * page_bytes + more_bytes > self._budget_bytes:
             budget = f"index_budget_bytes={self._budget_bytes}"
-            raise BudgetTooSmallError(f"the index would have more than {budget}; delete documents, or raise it")
+            raise errors.BudgetTooSmallError(f"the index would have more than {budget}; delete documents, or raise it")
 
     def verify(self, *, repair: bool = False) -> IndexReport:
         """Check every row; with `repair`, repair what can be repaired, or raise `RetrieverError`. See `IndexReport`."""
@@ -309,7 +301,7 @@ class Catalog:
         try:
             self.chunks(document_id)
             self.metadata(document_id)
-        except (DamagedDocumentError, InputError):
+        except (errors.DamagedDocumentError, errors.InputError):
             return False
         return True
 
@@ -322,14 +314,14 @@ class Catalog:
             raise self._unknown(document_id)
         chunks = [tables.chunk_of(row) for row in rows]
         if not rows or [chunk.position for chunk in chunks] != list(range(rows[0][-2])):
-            raise DamagedDocumentError(document_id)
+            raise errors.DamagedDocumentError(document_id)
         return chunks
 
     def metadata(self, document_id: str) -> dict[str, Any]:
         """The metadata of a document, empty if it has none; `DamagedDocumentError` if they are not what was written."""
         for version, fields, checksum in self._sql(tables.SELECT_METADATA, (document_id,)):
             if checksum != tables.row_checksum(document_id, version, fields):
-                raise DamagedDocumentError(document_id)
+                raise errors.DamagedDocumentError(document_id)
             return dict(json.loads(fields))
         return {}
 
@@ -384,7 +376,7 @@ class Catalog:
         if damaged and not vectors and not after:
             raise self._unusable("the length of its vectors is damaged")
         for owner in damaged:
-            logger.error("a chunk is not in the index: %s", DamagedDocumentError(owner))
+            logger.error("a chunk is not in the index: %s", errors.DamagedDocumentError(owner))
         return [*vectors], np.array([*vectors.values()], dtype=np.float32).reshape(len(vectors), dimensions)
 
     # The steps of both.
@@ -404,7 +396,7 @@ class Catalog:
         """The result of a step, which is tried again with the reserve's room if the disk is full."""
         try:
             result = step()
-        except StoreFullError:
+        except errors.StoreFullError:
             if self._reserve is None or not self._reserve.release():
                 raise
             result = step()
@@ -418,14 +410,14 @@ class Catalog:
     def _check_versions(self, expected: Mapping[str, Sequence[str | None]] | None) -> None:
         for document_id, versions in (expected or {}).items():
             if self.version(document_id) not in versions:
-                raise DocumentChangedError(document_id)
+                raise errors.DocumentChangedError(document_id)
 
     def _check_format(self) -> None:
         """Refuse a file that another version of cacheblend made: two versions never share one."""
         has_meta = self._sql("SELECT 1 FROM sqlite_master WHERE name = 'meta'")
         if has_meta and (found := self.setting("format")) not in (None, FORMAT):
             remedy = "use the version that made it, or another directory"
-            raise RetrieverError(f"{self._where} has format {found}, and this version reads {FORMAT}; {remedy}")
+            raise errors.RetrieverError(f"{self._where} has format {found}, and this version reads {FORMAT}; {remedy}")
 
     def _settle(self, settings: Mapping[str, str], *, fix: bool) -> None:
         """Refuse settings that differ from those of the documents; before the first document `fix` stores them."""
@@ -436,7 +428,8 @@ class Catalog:
             elif not is_empty and (stored := self.setting(key)) != value:
                 # A tokenizer is known by a hash, which says nothing to users.
                 of = "another model" if key == "tokenizer" else f"{key} {stored!r}, and this run has {value!r}"
-                raise OtherIndexError(f"{self._where} was built with {of}; use that, `cacheblend reindex`, or another folder")
+                why = f"{self._where} was built with {of}; use that, `cacheblend reindex`, or another folder"
+                raise errors.OtherIndexError(why)
 
     def _broken_structure(self) -> str:
         """The first fault of SQLite's own structure; empty if it has none."""
@@ -459,9 +452,9 @@ class Catalog:
     def _errors(self) -> AbstractContextManager[None]:
         return sqlite_errors(self._path, self._unusable)
 
-    def _unusable(self, why: object) -> RetrieverError:
+    def _unusable(self, why: object) -> errors.RetrieverError:
         remedy = "try `cacheblend store verify --repair`, or another directory"
-        return RetrieverError(f"the catalog in {self._where} cannot be used: {why}; {remedy}")
+        return errors.RetrieverError(f"the catalog in {self._where} cannot be used: {why}; {remedy}")
 
-    def _unknown(self, document_id: str) -> InputError:
-        return InputError(f"there is no document {document_id!r} in {self._where}; documents() lists them")
+    def _unknown(self, document_id: str) -> errors.InputError:
+        return errors.InputError(f"there is no document {document_id!r} in {self._where}; documents() lists them")

@@ -84,7 +84,7 @@ def create_app(server: Server) -> FastAPI:
             allow_headers=["*"],  # OpenAI's JavaScript client sends headers of its own
             expose_headers=["X-Request-Id", "Retry-After", "Location"],
         )
-    app.add_middleware(RequestLog, errors=server.metrics.errors)
+    app.add_middleware(RequestLog, counter=server.metrics.errors)
     return app
 
 

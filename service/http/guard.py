@@ -26,21 +26,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cacheblend.base.errors import (
-    BudgetTooSmallError,
-    CacheBlendError,
-    ClientGoneError,
-    ConfigError,
-    DamagedDocumentError,
-    DeadlineError,
-    DocumentChangedError,
-    InputError,
-    OtherIndexError,
-    PromptTooLongError,
-    QueueFullError,
-    ShuttingDownError,
-    StoreFullError,
-)
+from cacheblend.base import errors
 from cacheblend.base.memory import return_freed_memory
 from cacheblend.retriever.document import NO_ID
 from cacheblend.service.engine.document_sources import check_json
@@ -73,17 +59,17 @@ HEADER = "x-request-id"
 INTERNAL = "internal_error"
 # HTTP status and code of an error, by the first line that is of its kind.
 KNOWN: tuple[tuple[type[Exception], int, str | None], ...] = (
-    (QueueFullError, 429, "queue_full"),
-    (ShuttingDownError, 503, None),
-    (ClientGoneError, 499, None),  # nobody reads it; the log has it
-    (DeadlineError, 504, "deadline_exceeded"),
-    (StoreFullError, 507, "store_full"),
-    (DocumentChangedError, 409, "document_changed"),
-    (OtherIndexError, 503, "index_changed"),
-    (DamagedDocumentError, 500, "document_damaged"),
-    (ConfigError, 400, "invalid_value"),
-    (PromptTooLongError, 400, "context_length_exceeded"),
-    (InputError, 400, None),
+    (errors.QueueFullError, 429, "queue_full"),
+    (errors.ShuttingDownError, 503, None),
+    (errors.ClientGoneError, 499, None),  # nobody reads it; the log has it
+    (errors.DeadlineError, 504, "deadline_exceeded"),
+    (errors.StoreFullError, 507, "store_full"),
+    (errors.DocumentChangedError, 409, "document_changed"),
+    (errors.OtherIndexError, 503, "index_changed"),
+    (errors.DamagedDocumentError, 500, "document_damaged"),
+    (errors.ConfigError, 400, "invalid_value"),
+    (errors.PromptTooLongError, 400, "context_length_exceeded"),
+    (errors.InputError, 400, None),
     (Exception, 500, INTERNAL),
 )
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -106,7 +92,7 @@ FIELD_REMEDIES = {
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-class ApiError(CacheBlendError):
+class ApiError(errors.CacheBlendError):
     """A request that the API itself refuses."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
@@ -122,12 +108,12 @@ def refused(field: str, why: str, status: int = 400, code: str | None = "invalid
 def error_body(error: Exception) -> dict[str, Any]:
     """`{"error": {"message", "type", "param", "code"}}`, as Anthropic too; what nobody foresaw, and paths, are in the log."""
     status, code = _status_and_code(error)
-    message, param = str(error), error.field if isinstance(error, ConfigError) else getattr(error, "param", None)
+    message, param = str(error), error.field if isinstance(error, errors.ConfigError) else getattr(error, "param", None)
     if code == INTERNAL:
         message = "an error inside the service; its log has it under the request's id"
-    elif isinstance(error, StoreFullError) and not isinstance(error, BudgetTooSmallError):
+    elif isinstance(error, errors.StoreFullError) and not isinstance(error, errors.BudgetTooSmallError):
         message = "there is no room: the disk or the store's budget is full; the service's log says which"
-    elif isinstance(error, OtherIndexError):  # since the service opened it
+    elif isinstance(error, errors.OtherIndexError):  # since the service opened it
         message = "`cacheblend reindex` has made the index another model's or embedder's; start the service anew with that"
     kind = KINDS.get(status) or ("invalid_request_error" if status < 500 else "server_error")
     return {"type": "error", "error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -136,7 +122,7 @@ def error_body(error: Exception) -> dict[str, Any]:
 def error_response(error: Exception) -> JSONResponse:
     """The response to an error, see `log_failure`."""
     status, headers = log_failure(error), dict[str, str]()
-    if isinstance(error, QueueFullError):
+    if isinstance(error, errors.QueueFullError):
         headers["Retry-After"] = str(error.retry_after_s)
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -146,7 +132,7 @@ def error_response(error: Exception) -> JSONResponse:
 def log_failure(error: Exception) -> int:
     """Log a failure of the service's own; returns the status of an error's response."""
     status, _ = _status_and_code(error)
-    if status >= 500 and not isinstance(error, ShuttingDownError | DeadlineError | OtherIndexError):
+    if status >= 500 and not isinstance(error, errors.ShuttingDownError | errors.DeadlineError | errors.OtherIndexError):
         logger.error("request %s met an error", REQUEST_ID.get(), exc_info=error)
     return status
 
@@ -201,8 +187,8 @@ class RequestLog:
     The id is the caller's `X-Request-Id` if that is a plain word of at most 64 characters, else a new one.
     """
 
-    def __init__(self, app: ASGIApp, errors: prometheus_client.Counter) -> None:
-        self._app, self._errors = app, errors
+    def __init__(self, app: ASGIApp, counter: prometheus_client.Counter) -> None:
+        self._app, self._errors = app, counter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -247,12 +233,12 @@ class ApiKeys:
         for tenant in tenants:
             if api_key is not None:
                 remedy = "not beside [tenants.NAME] tables, which have keys of their own"
-                raise ConfigError("api_key", "what is given (not shown)", remedy)
+                raise errors.ConfigError("api_key", "what is given (not shown)", remedy)
             if tenant.name in self._tenants.values():
-                raise ConfigError("tenants", tenant.name, "each name once")
+                raise errors.ConfigError("tenants", tenant.name, "each name once")
             for digest in tenant.api_key_sha256:
                 if digest in self._tenants:
-                    raise ConfigError(f"tenants.{tenant.name}.api_key_sha256", digest, "a key of only one tenant")
+                    raise errors.ConfigError(f"tenants.{tenant.name}.api_key_sha256", digest, "a key of only one tenant")
                 self._tenants[digest] = tenant.name
 
     @property
@@ -301,7 +287,7 @@ class Guard:
             self._check(scope, headers, has_body)
             if has_body:
                 receive = _replay(await self._read(scope, headers, receive, counted), receive)
-        except CacheBlendError as error:
+        except errors.CacheBlendError as error:
             await self._refuse(error, has_body, scope, receive, send)
         else:
             scope.setdefault("state", {})[ADMITTED] = True
@@ -399,7 +385,7 @@ class Guard:
                 while more_body:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise ClientGoneError("the client has left")
+                        raise errors.ClientGoneError("the client has left")
                     more_body = message.get("more_body", False)
                     parts.append(message.get("body", b""))
                     read_bytes += len(parts[-1])
@@ -416,7 +402,7 @@ class Guard:
         more = max(0, read_bytes - UNCOUNTED_BYTES) - counted[tenant]
         own_bytes, all_bytes = self._held[tenant] + more, self._held.total() + more
         if more and (own_bytes > BODIES_OF_TENANT * self._longest or all_bytes > BODIES * self._longest):
-            raise QueueFullError("unanswered requests have too many bytes of bodies together", RETRY_AFTER_S)
+            raise errors.QueueFullError("unanswered requests have too many bytes of bodies together", RETRY_AFTER_S)
         self._held[tenant] += more
         counted[tenant] += more
 
@@ -466,7 +452,7 @@ def read_body(raw: bytes, model: type[_Model]) -> _Model:
     if len(raw) > SMALL_BYTES:  # a smaller one is below the limits of `check_json`
         try:
             check_json(raw, "the body")
-        except InputError as error:
+        except errors.InputError as error:
             raise ApiError(413, str(error), code="body_too_large") from None
     try:
         value = json.loads(raw.decode("utf-8-sig"))

@@ -6,18 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    StringConstraints,
-    Tag,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, ValidationInfo
+from pydantic.functional_validators import AfterValidator, BeforeValidator, model_validator
 
 from cacheblend.retriever.metadata import MetadataFilter, read_metadata
 from cacheblend.service.engine.grammar import answer_schema, call_schema

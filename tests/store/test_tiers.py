@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from chunks import RAM_BYTES, make_chunk, put_all, same
+from chunks import RAM_BYTES, make_chunk, same
 
 from cacheblend.base.errors import DamagedEntryError
 from cacheblend.store.entry import EncodedEntry
@@ -34,17 +34,6 @@ def test_the_tier_in_ram() -> None:
         assert same(read_entry(found, tier).chunk(copy=True), kv)
     tier.discard(pinned)
     assert tier.open(pinned) is None
-
-
-def test_a_copy_goes_with_its_entry(open_store) -> None:
-    """What is deleted, here or by another process, is found no more, and its copy goes."""
-    store = put_all(open_store(), PAIRS[:2])
-    assert store.stats().ram.entries == 2
-    assert store.delete(PAIRS[0][0])
-    with open_store() as other:
-        assert other.delete(PAIRS[1][0])
-    assert [store.get(key) for key, _ in PAIRS[:2]] == [None, None]
-    assert store.stats().ram.entries == 0
 
 
 def test_a_damaged_copy_is_dropped(open_store, monkeypatch: pytest.MonkeyPatch) -> None:
