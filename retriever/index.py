@@ -32,7 +32,8 @@ from .document import Chunk, ChunkPlace, chunk_places, found_texts
 from .passages import Passage, StoredTexts, find_passages
 
 INDEX_FILE = "catalogue.sqlite"
-_MARKS = "".join(mark for mark in map(chr, range(0x300, 0x10000)) if category(mark) in ("Mn", "Mc"))  # on letters: their vowels
+# Marks on letters, such as their vowels; those after them choose pictures.
+_MARKS = "".join(mark for mark in map(chr, range(0x300, 0xFE00)) if category(mark) in ("Mn", "Mc"))
 WORD = re.compile(rf"[\w{_MARKS}]+")
 _ACCENTS = re.compile("[\u0300-\u036f]")
 # Of scripts that put no spaces between words, or hardly any: Thai, Burmese, Khmer, Japanese, Chinese, Korean.

@@ -328,7 +328,7 @@ class RemoteTier:
         with self._changed:
             asked = self._askable(digests)
             for digest in asked:
-                self._wanted_until[digest] = time.monotonic() + deadline_s
+                self._wanted_until[digest] = max(self._wanted_until.get(digest, 0.0), time.monotonic() + deadline_s)
                 if digest not in self._arrivals:
                     self._arrivals[digest] = self._readers.submit(self._fetch, digest, store)
             return [self._arrivals[digest] for digest in asked]
@@ -348,7 +348,7 @@ class RemoteTier:
         `fetch` finds none that waits to be removed.
         """
         with self._changed:
-            if not self._is_sending or (len(self._changes) >= MAX_CHANGES and digest not in self._changes):
+            if not self._is_sending or (load and len(self._changes) >= MAX_CHANGES and digest not in self._changes):
                 self._counts["dropped_writes"] += 1
                 return
             self._changes[digest] = load

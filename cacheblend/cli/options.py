@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -74,8 +75,8 @@ class Settings:
     def make(self, config: type[T], **fixed: Any) -> T:
         """Make a config of the values that it has; `fixed` come first. Raises ConfigError for a value that is not allowed."""
         given = {name: self.values[name] for name in options_of(config).keys() & self.values.keys()}
-        files = {name: Path(given[name]).expanduser() for name in MAY_BE_FILES & given.keys()}
-        absolute = {name: str(file.absolute()) for name, file in files.items() if file.exists()}  # a store's settings have them
+        files = {name: os.path.expanduser(given[name]) for name in MAY_BE_FILES & given.keys()}
+        absolute = {name: os.path.abspath(file) for name, file in files.items() if os.path.exists(file)}  # a store keeps them
         return from_options(config, {**given, **absolute, **fixed})
 
 

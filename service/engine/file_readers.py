@@ -6,6 +6,7 @@ import json
 import re
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import datetime, time
 from email import message_from_bytes, policy
 from email.headerregistry import ContentDispositionHeader, HeaderRegistry
@@ -17,7 +18,7 @@ from cacheblend.base.errors import InputError
 
 from .markup_text import book_parts, fiction_parts, html_text, open_document_parts, slide_parts, word_parts
 from .pdf_text import markdown_table, pdf_parts
-from .text_encoding import decoded
+from .text_encoding import code_page, decoded
 
 Parts = Iterator[tuple[str, str, str]]
 MAX_UNPACKED_BYTES = 512 * 2**20  # of an archive's members, as its directory says; more than that is not unpacked
@@ -116,7 +117,11 @@ def _content(part: MIMEPart) -> str:
         return "\n\n".join(_mail_text(inner) for inner in part.iter_parts() if isinstance(inner, EmailMessage))
     raw = part.get_payload(decode=True)
     raw = raw if isinstance(raw, bytes) else b""
-    text = decoded(raw, part.get_content_charset("utf-8")) or ""
+    charset, text = part.get_content_charset("utf-8"), ""
+    if not code_page(charset) and not re.fullmatch("(us-)?ascii|utf-?8", charset):  # one of mails alone, such as UTF-7
+        with suppress(LookupError, UnicodeError):
+            text = raw.decode(charset)
+    text = text or decoded(raw, charset) or ""
     return html_text(text.encode(), is_page=False) if part.get_content_subtype() == "html" and text.strip() else text
 
 
@@ -168,7 +173,7 @@ def _shown(cell: Any) -> str:
         if (found := _NUMBER_FORMAT.search(form)) and not re.search(r"\A/|[#0?]", form[found.end() :]):  # a fraction, groups
             value /= 1000 ** len(found[2])  # a comma after the digits scales
             comma = "," * ("," in found[0].removesuffix(found[2]))
-            digits = found[0].partition(".")[0].count("0") + len(found[1] or "") + bool(found[1])
+            digits = found[0].partition(".")[0].count("0") + len(found[1] or "") + bool(found[1]) + (value < 0)
             kind = f"0{digits}{comma}.{len(found[1] or '')}{'%' if '%' in found[0] else 'E' if 'E' in found[0] else 'f'}"
             text = f"{form[: found.start()]}{value:{kind}}{form[found.end() :]}".strip()
     note = " ".join(cell.comment.text.rpartition("Comment:\n")[2].split()) if cell.comment else ""

@@ -37,7 +37,7 @@ MENU_SHARE = 0.2  # of a page's words that are links; a page of more has menus
 # Of a page's words that are no links, which what is taken for its article has at least: with menus around it, and without.
 MENU_ARTICLE_SHARE, ARTICLE_SHARE = 0.5, 0.9
 _DECLARED = re.compile(
-    rb"<(?:meta\b[^>]{0,200}?charset|\?xml\b[^>]{0,200}?encoding)\s*=\s*[\"']?\s*([a-z0-9_-]+)", re.IGNORECASE
+    rb"<(?:meta\b[^>]{0,200}?charset|\?xml\b[^>]{0,200}?encoding)\s*+=\s*+(?:[\"']\s*+)?([a-z0-9_-]+)", re.IGNORECASE
 )
 _HIDDEN = re.compile(r"(?:display\s*:\s*none|visibility\s*:\s*hidden)", re.IGNORECASE)
 _TITLES = "//*[local-name()='sp'][.//*[local-name()='ph'][@type='title' or @type='ctrTitle']]//*[local-name()='p']"
