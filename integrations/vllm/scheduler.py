@@ -214,8 +214,10 @@ class BlendScheduler:
             return 0
         _, job = self._marked[request.request_id]
         prompt = job.prompt
-        # What vLLM's prefix cache leaves to compute; a prefix that is not too long is in the workers' memory then, too.
-        held = min(computed, len(prompt.prefix)) if len(prompt.prefix) <= self._prefix_tokens else 0
+        # What vLLM's prefix cache leaves to compute; a prefix that is not too long is in the workers' memory then, too, but for
+        # one that ends in chunks.
+        first = request.kv_transfer_params[PARAMS_KEY]["chunks"][0][0]
+        held = min(computed, len(prompt.prefix)) if len(prompt.prefix) <= min(first, self._prefix_tokens) else 0
         reused = sum(len(chunk.token_ids) for chunk in prompt.chunks if chunk.key is not None)
         ratio = self._ratio if job.ratio is None else job.ratio
         if _rows(prompt, ratio, reused) - held > self.largest_share * (len(prompt) - computed):

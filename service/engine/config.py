@@ -145,9 +145,10 @@ class EngineConfig:
 
     @property
     def profile_dir(self) -> Path:
-        """Folder of the measured profiles; a service's tenants have one together."""
+        """Folder of the measured profiles; a service's tenants without one have the service's."""
         folder = Path(self.store_dir)
-        return (folder.parents[1] if folder.parent.name == TENANTS_FOLDER else folder) / "profiles"
+        own, of_all = folder / "profiles", folder.parent.parent / "profiles"
+        return of_all if folder.parent.name == TENANTS_FOLDER and of_all.is_dir() and not own.is_dir() else own
 
 
 def model_name(config: EngineConfig) -> str:

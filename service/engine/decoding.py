@@ -149,7 +149,9 @@ class Decoding:
         self._bias_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.long, device=device)
         self._bias = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32, device=device)
         self.kv: SequenceKV | None = None
-        hidden, context = None if thoughts is None else thoughts.hidden, fused.token_ids[-1:] if sampling.continues else ()
+        hidden = None if thoughts is None else thoughts.hidden
+        lasts = (fused.token_ids[-size:] for size in range(1, 5)) if sampling.continues else ()  # a character has 4 bytes
+        context = next((ids for ids in lasts if UNFINISHED not in tokenizer.decode(ids)), ())
         self._text = TextStream(tokenizer, sampling.stop, hidden, sampling.min_tokens, context)
         self._reader = None if thoughts is None else ThoughtReader(thoughts)
         self.said, self.thoughts, self.first_token = "", "", 0.0

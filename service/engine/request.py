@@ -423,14 +423,16 @@ class Request:
             self.decoding.kv = None
         elif self.leader is not None:  # that it follows no more
             self.leader._followers -= 1
-            if self.leader.ended:
-                self.leader.end()
+        if self.leader is not None and self.leader.ended:
+            self.leader.end()
         if not (self.ended and (self.holds_kv or self._followers)):
             self.release()
 
     def release(self) -> None:
-        """Let go of the prompt's KV."""
-        self.prefill = None
+        """Let go of the prompt's KV, unless a follower waits for it."""
+        self.holds_kv = False
+        if not (self.ended and self._followers):
+            self.prefill = None
 
     def _answer(self, prefill: Prefill, decoding: Decoding) -> Answer:
         fused = prefill.fused

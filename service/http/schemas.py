@@ -421,7 +421,7 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32), AfterValidator(check_bounds)] | None = None
     enable_thinking: bool | None = None  # one of those, as some services have it
     reasoning_effort: Name | None = None  # has an effect where the template knows it
-    thinking: dict[str, Any] | None = None  # of type "disabled" it is an effort of "none", of other types it is on
+    thinking: dict[str, Any] | None = None  # of type "disabled" it is an effort of "none", of "enabled" and "adaptive" it is on
 
     _only_allowed = model_validator(mode="before")(only_allowed)
 

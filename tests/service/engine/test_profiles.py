@@ -44,6 +44,8 @@ class TestController:
         assert engine.controller is not None
         assert engine.controller.profile == profile
         engine.close()
+        with open_engine(recompute_ratio=None, store_dir=path.parents[1] / "tenants" / "a") as of_tenant:
+            assert of_tenant.controller is not None
         path.write_text("{")
         assert open_engine(recompute_ratio=None).controller is None
 
