@@ -11,7 +11,7 @@ from fakes import FakeEmbedder
 from prompts import assert_same_kv
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.blend import Fusor
+from cacheblend.blend import DEFAULT_RATIO, Fusor
 from cacheblend.blend.fidelity import relative_kv_error
 from cacheblend.eval.data import FileSource, Request
 from cacheblend.eval.method_plan import CONTEXTS, METHODS, plan_methods
@@ -22,7 +22,8 @@ NEW_TOKENS = 4
 
 @pytest.fixture(scope="module")
 def request_(fusor: Fusor, source: FileSource, embedder: FakeEmbedder) -> Request:
-    return next(source.requests(fusor.tokenizer, None, embedder))
+    of_two_documents = replace(source, preset=replace(source.preset, num_chunks=9))
+    return next(of_two_documents.requests(fusor.tokenizer, None, embedder))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def test_each_method_recomputes_its_share(answers: dict[str, MethodAnswer], requ
     reusable = sum(map(len, request_.prompt.chunk_ids))
     assert answers["full_reuse"].recomputed_tokens == question
     for name in ("blend", "blend_hkvd", "blend_single_shot", "epic"):
-        assert answers[name].recomputed_tokens == pytest.approx(question + 0.3 * reusable, abs=1)
+        assert answers[name].recomputed_tokens == pytest.approx(question + 0.3 * reusable, abs=2)
     epic = answers["epic"].fused
     start = len(request_.prompt.prefix)
     assert epic.recomputed[0][:3].tolist() == [start, start + 1, start + 2]
@@ -124,7 +125,7 @@ def test_contexts(fusor: Fusor, request_: Request, source: FileSource, embedder:
             assert_same_kv(kv, replace(fusor.precompute(chunk, [*prefix, *between]), prefix_ids=prefix))
         # The neighbour may be what stands before it in its document.
         assert len(set(expected.values())) >= (5 if earlier else 4)
-    methods = make_methods(plan_methods(["full_reuse"], [0.3], CONTEXTS), fusor)
+    methods = make_methods(plan_methods(["full_reuse"], [DEFAULT_RATIO], CONTEXTS), fusor)
     logits = {}
     for label, method in methods.items():
         method.prepare(resident)

@@ -38,7 +38,7 @@ def test_ingest_ask_and_store(run: CommandLine, passages: Path) -> None:
     assert "(score " in run.on_store(*short, "--num-chunks", "2", "--method", "full_recompute").out
     nothing = run.on_store(*short, "--min-score", "1")
     assert (nothing.code, "no chunk reached min_score=1" in nothing.out) == (0, True)
-    assert "the prompt is short" in (said := run.on_store(*short)).out
+    assert "computed in full" in (said := run.on_store(*short)).out
     assert f"answering from 3 documents in {run.store}" in said.err
     of_answer = answer["chunks"][0]
     first_line, last_line = of_answer["lines"]
