@@ -368,7 +368,7 @@ class PromptRenderer:
         thoughts = "" if has_all else _marked(message.thoughts, texts, may_go=True)
         if thinking is None or thoughts or (parts := thinking.split(message.content)) is None:
             content, switch = self.template.split_switch(message.content)
-            return message.turn(_marked(content, texts) + switch, thoughts)
+            return message.turn(_marked(content, texts, end='"' * (message.role == "tool")) + switch, thoughts)
         opens, inner, said = parts
         return message.turn(opens + _marked(inner, texts, may_go=True) + thinking.format.closes + _marked(said, texts))
 
@@ -405,11 +405,11 @@ def _around_core(text: str, mark: str) -> str:
     return text[:start] + mark + text[max(start, len(text.rstrip())) :]
 
 
-def _marked(text: str, texts: dict[str, Piece], *, may_go: bool = False) -> str:
-    """A mark in place of what is not white space of a text, noted in `texts`; white space as it is. JSON escapes its quote."""
+def _marked(text: str, texts: dict[str, Piece], *, may_go: bool = False, end: str = "") -> str:
+    """A mark in place of what is not white space of a text, noted in `texts`; white space as it is. JSON escapes a quote `end`."""
     if not (core := text.strip()):
         return text
-    texts[mark := f'{secrets.token_hex(16)}"'] = core, may_go
+    texts[mark := secrets.token_hex(16) + end] = core, may_go
     return _around_core(text, mark)
 
 
