@@ -337,8 +337,8 @@ class PromptRenderer:
         # 2. What the template puts around them; it may drop thoughts.
         rendered = self.template.render(turns, self._quoted(tools, texts), template_kwargs or {})
         check_characters(len(rendered), self._max_positions)
-        for mark, (text, may_go) in texts.items():
-            if (quoted := json.dumps(mark)[1:-1]) in rendered:  # gpt-oss and Llama 3 write a tool's result as JSON
+        for mark, (text, may_go) in texts.items():  # gpt-oss and Llama 3 write a tool's result as JSON
+            if mark != (quoted := json.dumps(mark)[1:-1]) and quoted in rendered:
                 rendered, texts[mark] = rendered.replace(quoted, mark), (json.dumps(text, ensure_ascii=False)[1:-1], may_go)
         marks = [mark for mark, (_, may_go) in texts.items() if mark in rendered or not may_go]
         marks.sort(key=rendered.find)  # Mistral's has the system message in the last turn
@@ -406,7 +406,7 @@ def _around_core(text: str, mark: str) -> str:
 
 
 def _marked(text: str, texts: dict[str, Piece], *, may_go: bool = False, end: str = "") -> str:
-    """A mark in place of what is not white space of a text, noted in `texts`; white space as it is. JSON escapes a quote `end`."""
+    """A mark in place of what is not white space of a text, noted in `texts`; white space as it is. JSON escapes a quote."""
     if not (core := text.strip()):
         return text
     texts[mark := secrets.token_hex(16) + end] = core, may_go
