@@ -343,9 +343,8 @@ class RemoteTier:
         return {answers[answer] for answer in answered if answer.exception() is None and answer.result()}
 
     def put(self, digest: str, load: Load | None) -> None:
-        """Have an entry sent if `load` finds it then, or removed first for None, in place of an earlier change of it.
-
-        `fetch` finds none that waits to be removed.
+        """Have an entry sent if `load` finds it then, or removed first for None, in place of an earlier change of it. None that
+        waits to be removed is fetched.
         """
         with self._changed:
             if not self._is_sending or (load and len(self._changes) >= MAX_CHANGES and digest not in self._changes):
@@ -360,12 +359,7 @@ class RemoteTier:
             self._changed.notify_all()
 
     def send(self, entry: EncodedEntry) -> None:
-        """Send an entry now.
-
-        Raises:
-            RemoteError: the remote refuses it, or does not answer.
-            StoreError: the entry is too long for the remote tier.
-        """
+        """Send an entry now; raises `RemoteError` if the remote refuses it or is silent, `StoreError` if it is too long."""
         digest, data = entry.info.key.digest, self._format.pack(entry)
         self._call(self._writes, self._backend.put, self._format.name(digest), data)
         self._count(sent=1, sent_bytes=len(data))
@@ -502,6 +496,4 @@ class RemoteTier:
             self._call(self._writes, self._backend.delete, self._format.name(digest))
         elif (entry := load()) is not None:
             self.send(entry)
-        else:
-            return False
-        return True
+        return load is None or entry is not None
