@@ -26,7 +26,7 @@ def run(engine: Engine, question: str = "How many days of leave may be taken ove
     """Ask twice: the first time the passages' KV is computed, and stored; the second time it is blended."""
     answers = []
     for _ in range(2):
-        # Without a ratio such a short prompt is computed in full, which is sooner.
+        # Without a ratio such a short prompt is computed in full, which is faster.
         answers.append(engine.answer(question, documents=find(question), recompute_ratio=0.14))
         engine.drain()  # so that the second one finds what the first one missed
     return answers

@@ -154,7 +154,7 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         self._scheduler.arrive(request)
 
     def _cached(self, request: Any) -> int:
-        """How many of a request's first tokens are in the prefix cache, which vLLM hands over after the connector is made."""
+        """Count a request's first tokens that vLLM's prefix cache has; vLLM sets its manager after making the connector."""
         return int(self._kv_cache_manager.get_computed_blocks(request)[1])
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:

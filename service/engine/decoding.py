@@ -33,7 +33,7 @@ SETTLED_TOKENS = 4  # after so many more tokens a character is complete, or neve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the tokens of an answer are drawn, by default the likeliest ones, and read.
+    """How the tokens of an answer are drawn and decoded; by default the likeliest token is drawn.
 
     Args:
         temperature: 0 is greedy; above, tokens are sampled.
@@ -129,7 +129,7 @@ class Decoding:
     Args:
         fusor: the model.
         fused: the prompt; its cache is not changed.
-        sampling: how tokens are drawn and read.
+        sampling: how tokens are drawn and decoded.
         max_tokens: most tokens to draw.
 
     Attributes:

@@ -118,7 +118,7 @@ def _content(part: MIMEPart) -> str:
     raw = part.get_payload(decode=True)
     raw = raw if isinstance(raw, bytes) else b""
     charset, text = part.get_content_charset("utf-8"), ""
-    if not code_page(charset) and not re.fullmatch("(us-)?ascii|utf-?8", charset):  # one of mails alone, such as UTF-7
+    if not code_page(charset) and not re.fullmatch("(us-)?ascii|utf-?8", charset):  # one that only mails have, such as UTF-7
         with suppress(LookupError, UnicodeError):
             text = raw.decode(charset)
     text = text or decoded(raw, charset) or ""

@@ -85,7 +85,7 @@ def test_a_prompt_is_handed_over_but_for_its_last_token() -> None:
 
 
 def test_when_vllm_computes_a_marked_prompt() -> None:
-    """Where its prefix cache leaves no more rows than a blend would run; for good after a failed blend, under exact names."""
+    """A prompt is left to vLLM if a blend would run as many rows; after a failed blend it stays so, under exact block names."""
     scheduler = _arrived(request := _Request(_marked()))
     assert scheduler.matched(request, 60) == 0
     scheduler = _arrived(request := _Request(_marked()))

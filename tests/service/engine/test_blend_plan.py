@@ -205,7 +205,7 @@ def test_chunks_that_look_alike(
 
 
 def test_one_passage_at_two_places() -> None:
-    """What stands around it decides which of its tokens are cut; it looks like no other chunk."""
+    """A passage whose first tokens are cut at one place is equal to the one at the other place, and does not look alike."""
     chunks = tuple(replace(chunk(PROSE), token_ids=PROSE[cut:], stored_ids=PROSE, start=cut) for cut in (1, 2))
     found = Found(None, [StoredKV(one.token_ids) for one in chunks])  # type: ignore[misc]  # fakes
     assert plan_blend(PromptTokens(PREFIX, SUFFIX, chunks), found, policy_of(None)).look_alike == 0

@@ -65,7 +65,7 @@ def office(tmp_path: Path) -> Path:
     (folder / "novel.epub").write_bytes(epub("The miller had a cat"))
     pptx(folder / "deck.pptx", ["Sales rose", "Costs fell"])
     xlsx(folder / "book.xlsx", {"North": "42 boats", "South": "17 boats"})
-    page = f"<meta charset=gb2312><title>t</title><p>镕{'<b>' * 999}Café at the quay<script>x()</script>"  # 镕 is in GBK alone
+    page = f"<meta charset=gb2312><title>t</title><p>镕{'<b>' * 999}Café at the quay<script>x()</script>"  # 镕 is of GBK only
     (folder / "page.html").write_bytes(page.encode("gbk"))
     (folder / "list.csv").write_bytes("name;town\nMüller;Köln\n".encode("cp1252"))
     (folder / "tool.py").write_text("def harbour():\n    return 'pier'\n")
