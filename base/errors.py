@@ -4,8 +4,6 @@ A message names the value at fault and the remedy. The command line turns any of
 for `ConfigError` and `InputError`; a traceback is printed only with `--debug`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ The files hold the documents' text, or KV from which it can be inferred, so only
 is. The mode of an existing folder is not changed.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import secrets

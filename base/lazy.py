@@ -1,7 +1,5 @@
 """Names of a package that are imported from its modules when they are first used, so that its configs need no torch."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,7 +16,7 @@ def names_of(file: str) -> dict[str, str | None]:
 
 
 def lazy_names(package: str, file: str, extra: str | None = None) -> Callable[[str], object]:
-    """A package's `__getattr__`: imports what its `__init__.py`, the file, names in `from .module import name as name`.
+    """A package's `__getattr__`: imports what its `__init__.py`, the file, names in `from .module import name`.
 
     Those lines stand under `TYPE_CHECKING`, for type checkers, and are read here from the source; `extra` brings the
     libraries that the modules import.

@@ -4,8 +4,6 @@ The first touch of new memory costs more than the copy into it. The C library re
 allocated it, while KV goes from thread to thread. So freed buffers are pooled here, in huge pages where the system has them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import mmap

@@ -1,7 +1,5 @@
 """Options: fields of config dataclasses, whose flags, variables, TOML keys and lines in the docs follow; checks of values."""
 
-from __future__ import annotations
-
 import math
 import types
 from collections.abc import Collection, Iterator, Mapping

@@ -1,7 +1,5 @@
 """SQLite: a file that threads and processes share, its transactions, and its errors."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sqlite3

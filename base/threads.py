@@ -1,7 +1,5 @@
 """Long work: a thread for a task or a call, low priority, work in groups, and its progress."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -5,8 +5,6 @@ share a home folder do not load each other's files, and a damaged file is made a
 may write to it, each process compiles for itself.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import logging

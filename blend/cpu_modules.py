@@ -11,8 +11,6 @@ differ. Models scale by the weight or by 1 + weight: comparing outputs finds whi
 Shapes: S rows, I inputs, O outputs, M hidden size.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging

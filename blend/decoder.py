@@ -11,12 +11,11 @@ Shapes: H KV heads, S rows, N tokens, D head size, M hidden size, V vocabulary.
 from __future__ import annotations
 
 import copy
-import functools
 import sys
 import threading
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -59,7 +58,7 @@ def _mask(*_: Any, local_size: int | None = None, **__: Any) -> torch.Tensor | N
     return torch.full((1, 1, 1, 1), local_size or 0) if _THREAD.examines else None
 
 
-@functools.cache
+@cache
 def _register_attention() -> None:
     """Make `IMPLEMENTATION` known to transformers, whose modules take seconds to import: not before a model is there."""
     transformers.AttentionInterface.register(IMPLEMENTATION, _attention)

@@ -4,8 +4,6 @@ Shapes: H KV heads, N tokens of the prompt, S rows that a layer runs, P of them 
 among them, D head size, M hidden size.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from functools import partial

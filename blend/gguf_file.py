@@ -6,8 +6,6 @@ take the folder. Its weights have the file's dtype, or bfloat16 if they are quan
 from, and half of float32's bytes.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

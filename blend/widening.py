@@ -6,8 +6,6 @@ blend does. Where a few recomputed tokens move the distribution of the first tok
 second round recomputes more (docs/adr/031).
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from dataclasses import replace
 

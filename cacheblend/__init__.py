@@ -10,8 +10,6 @@ This is all that the package offers. A name is imported at its first use, so tha
 and `Progress` need nothing but Python.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from cacheblend.base.lazy import lazy_names, names_of

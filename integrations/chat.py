@@ -1,7 +1,5 @@
 """A chat over an engine, shared by the adapters of frameworks: options of a call, passages in messages, streamed answers."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any

@@ -3,8 +3,6 @@
 As in `integrations/langchain.py`: stored chunks and other passages are found in the prompt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ An ordinary chain, retriever to prompt template to model, blends: stored chunks 
 whose tokens stay as they are. `model.invoke(question, documents=found)` puts the documents in as the engine does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from operator import itemgetter

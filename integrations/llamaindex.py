@@ -3,8 +3,6 @@
 As in `integrations/langchain.py`: stored chunks and other passages are found in the prompt.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any

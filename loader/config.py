@@ -1,7 +1,5 @@
 """The loader's configuration, which needs no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from cacheblend.base.options import MIB, check_share, check_whole

@@ -1,7 +1,5 @@
 """The loading controller: the recompute ratio that is hidden by the loading (paper §5.1), corrected by measured requests."""
 
-from __future__ import annotations
-
 import logging
 import math
 import statistics

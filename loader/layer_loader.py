@@ -6,8 +6,6 @@ to the layer; on CUDA, threads bring both through pinned memory on a copy stream
 Shapes: H KV heads, N tokens of the prompt, T tokens of a chunk, D head size.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 import time

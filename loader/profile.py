@@ -1,7 +1,5 @@
 """Measurements as JSON files beside the store: a model's profile on a device (paper §5.1), and its calibrated setting."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform

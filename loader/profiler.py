@@ -1,7 +1,5 @@
 """Measurements for a profile: full prefills, layers of blends, and each tier's reads with the loader itself (paper §5.1)."""
 
-from __future__ import annotations
-
 import logging
 import os
 import statistics

@@ -1,7 +1,5 @@
 """A storage plan: the cheapest device of a price table that adds no delay at a given ratio (paper §5.1, figure 10b)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 Shapes: N chunks, D dimensions.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -65,8 +63,8 @@ class Catalog:
         budget_bytes: bytes that the tables may take; None for no bound.
 
     Raises:
-        RetrieverError: the file cannot be used, is of another format, or holds documents of other settings.
-        StoreFullError: the disk is full.
+        errors.RetrieverError: the file cannot be used, is of another format, or holds documents of other settings.
+        errors.StoreFullError: the disk is full.
     """
 
     def __init__(self, path: Path | None, settings: Mapping[str, str], budget_bytes: int | None = None) -> None:
@@ -117,9 +115,9 @@ class Catalog:
             expected: by document id, the versions of which the document must have one now; None stands for no document.
 
         Raises:
-            DocumentChangedError: a document has none of its expected versions; nothing is added then.
-            RetrieverError: the file cannot be written, or has other settings or vectors of another length.
-            StoreFullError: the disk or the budget is full; nothing is added then.
+            errors.DocumentChangedError: a document has none of its expected versions; nothing is added then.
+            errors.RetrieverError: the file cannot be written, or has other settings or vectors of another length.
+            errors.StoreFullError: the disk or the budget is full; nothing is added then.
         """
         if not entries:
             with self.snapshot():
@@ -156,8 +154,8 @@ class Catalog:
             rewritten: gives what is written in place of a document's chunks and vectors (N, D); an error ends it.
 
         Raises:
-            DamagedDocumentError: a document is not what was written.
-            RetrieverError, StoreFullError: the file cannot be written.
+            errors.DamagedDocumentError: a document is not what was written.
+            errors.RetrieverError, errors.StoreFullError: the file cannot be written.
         """
         with self._write():
             for id_ in self.ids():
@@ -174,9 +172,9 @@ class Catalog:
         """Remove documents with their chunks, all or none. Remains in the file go by `erase`.
 
         Raises:
-            InputError: there is no such document.
-            RetrieverError: the file cannot be written.
-            StoreFullError: the disk is full, and what was reserved for removals was used up by earlier ones.
+            errors.InputError: there is no such document.
+            errors.RetrieverError: the file cannot be written.
+            errors.StoreFullError: the disk is full, and what was reserved for removals was used up by earlier ones.
         """
 
         def step() -> None:
@@ -194,7 +192,7 @@ class Catalog:
         disk those may stay until the next call, which is logged.
 
         Raises:
-            RetrieverError: the file is read or written all the time, or cannot be written.
+            errors.RetrieverError: the file is read or written all the time, or cannot be written.
         """
         if self._path is None:
             return

@@ -1,7 +1,5 @@
 """The retriever's configuration: how it splits, embeds and stores."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Only the text and the stored chunks say what a passage is. Every step looks at a character a bounded number of times.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise

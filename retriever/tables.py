@@ -6,8 +6,6 @@ damage by disks; they are no defence against someone who may write to the file.
 Shapes: D dimensions.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The service: engine, scheduler, HTTP API and command line."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from cacheblend.base.lazy import lazy_names

@@ -5,8 +5,6 @@ A codec is a small class in this file, entered in `CODECS`.
 Shapes: H KV heads, T tokens, D head size, G groups.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Configuration of a store: its folder, and the bytes that each tier may hold."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

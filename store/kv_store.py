@@ -1,7 +1,5 @@
 """The store: chunks' KV by key, in RAM and on NVMe, shared through a remote tier (paper §5.1: cheap enough for every chunk)."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import warnings

@@ -10,8 +10,6 @@ writing/             files that are being written; a crash leaves some there
 damaged/             files whose bytes were not the ones written; the last few, outside the budget
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import logging

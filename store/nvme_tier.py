@@ -1,7 +1,5 @@
 """NVMe: entries as files with a row each in the catalog, changed together, up to a byte budget."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter

@@ -3,8 +3,6 @@
 Shapes: L layers of one window, H KV heads, T tokens that a layer keeps of a block, D head size.
 """
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from collections import OrderedDict

@@ -4,8 +4,6 @@ An object is the file of an entry (docs/store.md). A deployment with a secret wr
 HMAC-SHA256 over the object's name and the file, with a key that follows from the secret and the tenant.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import logging

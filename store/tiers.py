@@ -5,8 +5,6 @@ NVMe (nvme_tier.py) holds every entry. A remote tier (remote.py) is read by `KVS
 Shapes: H KV heads, T tokens, D head size, B bytes of a head's vector.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Write queue: entries on their way to NVMe, readable at once, written in groups by a thread, each with a result of its own."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import deque

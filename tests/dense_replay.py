@@ -4,8 +4,6 @@ Written from the method's description for Llama-like layers (separate q, k, v, n
 code with the package but the model's weights and its rotary module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small stand-ins for what is slow or large: an embedder, a tokenizer and a tier of a store."""
 
-from __future__ import annotations
-
 import functools
 import re
 import zlib

@@ -1,7 +1,5 @@
 """Tiny models written as GGUF files, the way llama.cpp's converter writes them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

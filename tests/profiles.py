@@ -1,7 +1,5 @@
 """Profiles of simple machines, whose seconds a test can work out."""
 
-from __future__ import annotations
-
 from cacheblend.loader.profile import LayerSample, PrefillSample, Profile, TierSpeed
 
 LAYER_TOKEN_BYTES = 1000

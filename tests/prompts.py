@@ -1,7 +1,5 @@
 """Prompts of many shapes for the tiny models, and comparisons of caches."""
 
-from __future__ import annotations
-
 import torch
 from tiny_models import VOCAB
 from transformers import DynamicCache

@@ -1,7 +1,5 @@
 """Servers of a remote tier for tests: a Redis on a Unix socket, and an S3-compatible server."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

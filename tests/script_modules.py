@@ -1,7 +1,5 @@
 """Scripts and examples as modules: they stand in no package, so a test loads them from their files."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The documents' links lead somewhere."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`import cacheblend`: what the package offers, at its first use."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

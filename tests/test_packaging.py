@@ -1,7 +1,5 @@
 """The floors of what the distribution depends on."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import tomllib
 from itertools import chain

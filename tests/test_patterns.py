@@ -1,7 +1,5 @@
 """Regular expressions read a text once, whatever is in it: all of the product's, those that come later too."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

@@ -1,7 +1,5 @@
 """Words of code and documents: the glossary's, sentences with a subject, and names that exist."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,7 +1,5 @@
 """Tiny random models of every verified family, with weights sharpened so that a fault in mask, rotation or cache shows."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,16 +1,11 @@
 """Selectors: the choice of reusable tokens that go through each layer. A file each, and a line in `SELECTORS`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
-from .deviation import TopDeviation as TopDeviation
-from .position import ExplicitPositions as ExplicitPositions
-from .position import FirstTokens
-from .question_attention import QuestionAttention as QuestionAttention
-from .selector import Schedule as Schedule
-from .selector import SelectionStep as SelectionStep
-from .selector import Selector as Selector
+from .deviation import TopDeviation
+from .position import ExplicitPositions, FirstTokens
+from .question_attention import QuestionAttention
+from .selector import Schedule, SelectionStep, Selector
 
 # A selector's name in configurations, and the function that makes it from a recompute ratio. Add a line for your own, and its
 # name in `SELECTOR_NAMES`, or pass an object as `FusionConfig.selector`.

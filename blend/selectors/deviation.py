@@ -1,7 +1,5 @@
 """The deviation of the stored KV from fresh KV chooses the tokens: the paper's HKVD tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

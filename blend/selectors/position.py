@@ -1,7 +1,5 @@
 """Positions choose the tokens: the first of every chunk, or given ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar

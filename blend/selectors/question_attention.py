@@ -1,7 +1,5 @@
 """The question's attention over the stored KV chooses the tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """`cacheblend explain`: what a request's prompt has that is taken for a passage, and why."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import ExitStack

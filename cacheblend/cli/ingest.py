@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, redirect_stdout, suppress
 from dataclasses import replace
-from itertools import groupby
+from itertools import count, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -277,7 +276,7 @@ def _ingest_on_ray(
 
 def _measured(stream: DocumentStream, config: EngineConfig | None = None) -> StreamSize | None:
     """Read all once; say what is left out, and how many documents there are. With a config, those in its index are not new."""
-    files, known = itertools.count(), None
+    files, known = count(), None
     with LiveLine() as line:
         if config is not None and (folder := Path(config.store_dir, INDEX_FOLDER)).joinpath(INDEX_FILE).is_file():
             known = line.enter_context(IndexedDocuments.open(folder)).version

@@ -1,7 +1,5 @@
 """The command line. A command's module is imported when it is used, so that `--help` costs no model library."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Options of commands, made from the fields of the config dataclasses; and the few that are no field."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

@@ -1,7 +1,5 @@
 """`cacheblend serve` and `cacheblend api-key`: the HTTP API."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import logging.config

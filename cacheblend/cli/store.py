@@ -1,7 +1,5 @@
 """`cacheblend store` and `cacheblend documents`: what lies in a store folder, without a model."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager

@@ -3,8 +3,6 @@
 The settings stand here, without an import of Ray, so that the command line has its options.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from cacheblend.base.errors import ConfigError

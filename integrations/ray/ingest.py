@@ -4,8 +4,6 @@ Ray Data moves the batches: it starts the actors, holds readers back while actor
 died to another. What such a batch had stored is found by its key.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle

@@ -4,8 +4,6 @@ The scheduler's instance stands in the engine's process, one in every worker hol
 start-up each worker checks that a blend is the engine's own cold prefill, where it must be.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -16,14 +14,7 @@ from typing import Any
 import torch
 from prometheus_client import Counter
 from vllm import SamplingParams
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.forward_context import set_forward_context
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -50,7 +41,7 @@ LOGPROBS = 5
 
 
 @dataclass(slots=True)
-class BlendMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed where types are checked
+class BlendMetadata(base.KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed where types are checked
     """Blends that the workers are to begin at a step, and the number of tokens that vLLM itself runs in it."""
 
     jobs: list[BlendJob] = field(default_factory=list)
@@ -59,13 +50,13 @@ class BlendMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not i
 
 
 @dataclass(slots=True)
-class BlendWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # see above
+class BlendWorkerMetadata(base.KVConnectorWorkerMetadata):  # type: ignore[misc]  # see above
     """Work of one worker at a step: all ranks say the same."""
 
     reports: dict[str, Report]
     waiting_misses: int
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+    def aggregate(self, other: base.KVConnectorWorkerMetadata) -> base.KVConnectorWorkerMetadata:
         return self
 
 
@@ -116,7 +107,7 @@ class BlendMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # see above
                 self._requests.labels(*labels, outcome, reason).inc(count)
 
 
-class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # see above
+class CacheBlendConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]  # see above
     """Blends requests whose `kv_transfer_params` have marks; see `Marks`. With a hybrid model all are left to vLLM.
 
     Raises:
@@ -134,9 +125,9 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         self._rows = int(vllm_config.scheduler_config.max_num_batched_tokens)
         self._block_size = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         self._worker: BlendWorker | None = None
-        if role == KVConnectorRole.WORKER:
+        if role == base.KVConnectorRole.WORKER:
             _name_shapes_of_sharing_layers(vllm_config, kv_cache_config)
-        if role == KVConnectorRole.SCHEDULER:
+        if role == base.KVConnectorRole.SCHEDULER:
             self._store = KVStore(self._config.store_config(workers=2**20))  # asked what is stored; nothing is read here
             hashed = kv_cache_config.hash_block_size or self._block_size
             model, parallel = vllm_config.model_config, vllm_config.parallel_config
@@ -166,7 +157,7 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         if num_external_tokens > 0:
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: Any) -> base.KVConnectorMetadata:
         jobs, missed = self._scheduler.take_jobs()
         return BlendMetadata(jobs, missed, int(scheduler_output.total_num_scheduled_tokens))
 
@@ -228,16 +219,16 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
             with set_forward_context(None, self._vllm_config):
                 self._worker.step(metadata.jobs, metadata.missed, self._rows - scheduled, is_idle=scheduled == 0)
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
         if self._worker is None:
-            return KVConnectorTransferResults()
+            return base.KVConnectorTransferResults()
         self._worker.cancel(finished_req_ids)
         done = self._worker.take_done()
         self._reports = {name: report for name, report in done.items() if report is not None}
         failed = {name for name, report in self._reports.items() if not report["blended"]}
-        return KVConnectorTransferResults(finished_recving=set(done), failed_recving=failed)
+        return base.KVConnectorTransferResults(finished_recving=set(done), failed_recving=failed)
 
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+    def build_connector_worker_meta(self) -> base.KVConnectorWorkerMetadata | None:
         return None if self._worker is None else BlendWorkerMetadata(self._reports, self._worker.waiting_misses)
 
     def precompute(
@@ -264,12 +255,12 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         if self._worker is not None:
             self._worker.close()
             self._worker = None
-        elif self.role == KVConnectorRole.SCHEDULER:
+        elif self.role == base.KVConnectorRole.SCHEDULER:
             self._store.close()
 
     def get_kv_connector_stats(self) -> BlendStats | None:
         """Count requests and tokens; the scheduler's side does."""
-        counts = self._scheduler.take_counts() if self.role == KVConnectorRole.SCHEDULER else {}
+        counts = self._scheduler.take_counts() if self.role == base.KVConnectorRole.SCHEDULER else {}
         return BlendStats(data=counts) if counts else None
 
     @classmethod

@@ -1,7 +1,5 @@
 """vLLM's entry points: they register the connector, and hand each worker's model to it once its pages are allocated."""
 
-from __future__ import annotations
-
 import functools
 import os
 from typing import Any

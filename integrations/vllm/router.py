@@ -6,8 +6,6 @@ them in the token ids that vLLM makes. It sends the ids on with the marks; all e
 `VLLM_PLUGINS=cacheblend` is set; see docs/vllm.md.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

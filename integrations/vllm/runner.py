@@ -13,8 +13,6 @@ Shapes: H KV heads and Q query heads of this rank, S rows, N tokens, D head size
 position key of latent attention.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial

@@ -1,7 +1,5 @@
 """KV of chunks that requests missed, computed in the background and stored (paper §5.1, §6); requests come first."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

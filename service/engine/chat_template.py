@@ -1,7 +1,5 @@
 """A model's chat template: its variables, its tools, its thoughts, and its text around the turns of a chat."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ their parts late, and no other folder of `sys.path`. Both are of Linux and bind 
 hook refuses only Python's calls, elsewhere too.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

@@ -3,8 +3,6 @@
 Shapes: V words of the vocabulary.
 """
 
-from __future__ import annotations
-
 import codecs
 import functools
 import re

@@ -1,7 +1,5 @@
 """Documents of files: JSON lines, text of any encoding, what has a reader; of folders, URLs or standard input, in bounds."""
 
-from __future__ import annotations
-
 import codecs
 import glob
 import gzip

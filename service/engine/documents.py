@@ -4,9 +4,6 @@ A file of several parts (pages, slides, sheets, lines) is a document for each, `
 stands for all of them together, unless a document has that id itself.
 """
 
-from __future__ import annotations
-
-import dataclasses
 import functools
 import hashlib
 import logging
@@ -14,7 +11,7 @@ import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice, product
 from pathlib import PurePosixPath
 from typing import Any
@@ -65,7 +62,7 @@ class DocumentStatus:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; metadata where there are some."""
-        plain = dataclasses.asdict(self)
+        plain = asdict(self)
         return plain if self.metadata else {name: value for name, value in plain.items() if name != "metadata"}
 
 

@@ -1,7 +1,5 @@
 """The engine: a question over documents, answered from blended KV (paper figure 11)."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -5,8 +5,6 @@ forked for each file; the fork is confined (`confinement.py`), writes the parts 
 ends. One that hangs or swells is killed, and only its file is lost; what has taken over one reads no other file.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging

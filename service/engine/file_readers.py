@@ -1,7 +1,5 @@
 """Readers of files that are no plain text, by their suffixes: each yields place, text and fault of a file's parts."""
 
-from __future__ import annotations
-
 import json
 import re
 import zipfile

@@ -1,7 +1,5 @@
 """Folders that are followed: files that come, change and go become documents that come, change and go."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -5,13 +5,12 @@ What `Documents.add` does before it changes the documents is here, so that Ray's
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +70,7 @@ class IngestReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return dataclasses.asdict(self)
+        return asdict(self)
 
 
 @dataclass(slots=True)

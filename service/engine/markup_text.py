@@ -4,8 +4,6 @@ One walk over the elements knows their names in all of these. An element that it
 an odd one loses nothing.
 """
 
-from __future__ import annotations
-
 import copy
 import posixpath
 import re

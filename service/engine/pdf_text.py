@@ -3,8 +3,6 @@
 A rectangle is left, bottom, right, top, in points from the page's lower left corner.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 import unicodedata

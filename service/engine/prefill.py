@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from cacheblend.base.errors import DamagedEntryError, StoreError
-from cacheblend.blend import Fusor
 from cacheblend.blend.decoder import Decoder
+from cacheblend.blend.fusor import Fusor
 from cacheblend.blend.generation import SequenceKV
 from cacheblend.blend.hybrid import HybridDecoder, HybridSequence, State
 from cacheblend.blend.interfaces import KVGeometry, LayerKV, LayerSource, ResidentLayers

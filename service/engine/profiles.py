@@ -1,7 +1,5 @@
 """Profile and calibration beside a store: the loading controller is made from the one, r* and selector are the other's."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import replace

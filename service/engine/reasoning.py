@@ -1,7 +1,5 @@
 """Thoughts of reasoning models: the marks around them in an answer, and the reader that parts them from what is said."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping

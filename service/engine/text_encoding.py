@@ -1,7 +1,5 @@
 """The encoding of a text: UTF-8 although some bytes are damaged, UTF-16 and 32, or a code page: declared, or detected."""
 
-from __future__ import annotations
-
 import codecs
 import re
 from contextlib import suppress

@@ -3,8 +3,6 @@
 Only the person who runs a command names URLs; no client of the service does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import socket

@@ -1,7 +1,5 @@
 """Answers in OpenAI's shape, in one or in pieces: texts, calls of tools found in them, log-probabilities, and a report."""
 
-from __future__ import annotations
-
 import codecs
 import json
 import re

@@ -1,7 +1,5 @@
 """The ASGI app with the page and the small routes, and the process that serves it: uvicorn with its limits, until its end."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import copy

@@ -1,7 +1,5 @@
 """Configuration of the HTTP API: its address, limits of its requests, and its tenants with their keys and budgets."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The door of the API: a request's id and log line, what headers, key and body decide before an endpoint, and errors."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -370,7 +368,7 @@ class Guard:
 
         Raises:
             ApiError: it is too long or late.
-            QueueFullError: all bodies together are too much.
+            errors.QueueFullError: all bodies together are too much.
         """
         name, max_bytes = "max_body_bytes", self._http.max_body_bytes
         if not scope["path"].startswith("/v1/documents") and self._http.max_completion_bytes < max_bytes:

@@ -1,7 +1,5 @@
 """`/v1/ingests`: uploads as jobs, which outlive the requests and connections that brought them."""
 
-from __future__ import annotations
-
 import logging
 import uuid
 from collections.abc import Callable

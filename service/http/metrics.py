@@ -1,7 +1,5 @@
 """Counters for Prometheus."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Bodies of requests: OpenAI's fields, and those that RAG needs beside them."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self

@@ -1,7 +1,5 @@
 """The service of the API: one model, the tenants' engines, the scheduler, the counters, and calls to their threads."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import shutil

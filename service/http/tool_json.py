@@ -1,7 +1,5 @@
 """JSON that clients and models write for tools: bounded before anything is made of it."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from typing import Any, TypeVar

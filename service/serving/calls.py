@@ -1,7 +1,5 @@
 """Calls of clients: they wait in turns of their tenants, and run in threads as long as their clients wait for them."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -1,7 +1,5 @@
 """The scheduler's configuration, which needs no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from cacheblend.base.errors import ConfigError

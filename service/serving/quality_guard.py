@@ -1,7 +1,5 @@
 """Shadow evaluation: a sample of blended requests is compared with full prefill."""
 
-from __future__ import annotations
-
 import logging
 import random
 from collections import Counter, defaultdict, deque

@@ -1,7 +1,5 @@
 """The thread that owns the model: one layer of a prompt, one step of those that decode, and again."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import threading

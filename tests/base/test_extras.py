@@ -1,7 +1,5 @@
 """The core without the optional packages: what needs none works, and the rest names its extra."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tomllib

@@ -1,7 +1,5 @@
 """Options made from the fields of config dataclasses."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import pytest

@@ -1,7 +1,5 @@
 """Threads: tasks begin at once in threads of their own, and a thread that ends takes its OpenMP team with it."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Prompts, KV and models that cannot be used are refused with a remedy."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

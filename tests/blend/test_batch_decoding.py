@@ -1,7 +1,5 @@
 """Several sequences decoded in one batch get what each gets alone."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from dataclasses import replace

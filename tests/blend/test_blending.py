@@ -1,7 +1,5 @@
 """Between full reuse and full prefill: sets, ratios, and the exact arithmetic of a partial recompute."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Compiled files: kept once, loaded only if nobody else could have written them, and done without where that fails."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The dtype that "auto" stands for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

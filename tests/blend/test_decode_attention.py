@@ -1,7 +1,5 @@
 """The compiled attention of a decoding step is PyTorch's attention."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Where blending must be exact, it is: against the Hugging Face model's own forward on the same ids."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Every verified family blends: a tiny model of each, a dense replay of each kind of layer, and faults that must show."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Fidelity: greedy tokens, first token and KV of a blended prompt beside full recompute's."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

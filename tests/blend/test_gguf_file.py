@@ -1,7 +1,5 @@
 """GGUF files: what is in them comes out of them, and those that cannot be used say why."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

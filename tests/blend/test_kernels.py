@@ -1,7 +1,5 @@
 """Compiled kernels that are wrong or cannot be compiled are not used, and without a compiler PyTorch serves."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Known models: fetched once, part by part, checked, and found by name; whatever goes wrong on the way says what to do."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """A longrope turns a prompt of any length by the model's factors for that length."""
 
-from __future__ import annotations
-
 import pytest
 from prompts import draw_ids
 from tiny_models import ROPE_BORDER, tiny_model

@@ -1,7 +1,5 @@
 """Blending over a model that is not Hugging Face's, and over one that two processes share by heads."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

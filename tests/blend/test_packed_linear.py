@@ -1,7 +1,5 @@
 """Packed linear layers are the model's own."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

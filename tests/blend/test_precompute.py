@@ -1,7 +1,5 @@
 """Precomputed chunks: each has its KV after its context, whoever is in the pass, and nothing is run twice."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """A prompt's first blocks, kept with rotated keys, in front of what is computed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The question over the stored KV: its attention is the model's own, whatever else the prompt holds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The method in plain PyTorch is what the fusor computes."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import pytest

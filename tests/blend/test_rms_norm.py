@@ -1,7 +1,5 @@
 """Fused RMS norms are the models' own."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

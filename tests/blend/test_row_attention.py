@@ -1,7 +1,5 @@
 """Attention of chosen rows, in blocks and compiled, and the compiled rotation: the exact ones to rounding."""
 
-from __future__ import annotations
-
 import platform
 from pathlib import Path
 from typing import Any

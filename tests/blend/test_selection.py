@@ -1,7 +1,5 @@
 """How many tokens each layer recomputes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """A blend whose first token has not settled is the blend at the wide ratio; one that has is that of the first round."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A tiny random model, in memory and in a folder; a data set of a few cases; an embedder."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

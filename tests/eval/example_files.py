@@ -1,7 +1,5 @@
 """Data set files with a few made-up cases."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A small OpenAI-compatible server whose answers a test writes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator

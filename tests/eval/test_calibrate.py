@@ -1,7 +1,5 @@
 """Calibration: what is measured, what is chosen, and `cacheblend calibrate` on a tiny model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

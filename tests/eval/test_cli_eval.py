@@ -1,7 +1,5 @@
 """`cacheblend eval` on the command line."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Callable

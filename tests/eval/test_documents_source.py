@@ -1,7 +1,5 @@
 """A user's own documents: questions are read or refused, measured with and without right answers, and embedded once."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

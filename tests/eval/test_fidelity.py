@@ -1,7 +1,5 @@
 """Nearness to full recompute: likelihoods are the model's own, and what a method leaves wrong shows."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

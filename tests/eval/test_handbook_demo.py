@@ -1,7 +1,5 @@
 """`cacheblend demo` and its handbook: clean documents with answers in them, what is shown, what is refused, and the figures."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

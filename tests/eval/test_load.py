@@ -1,7 +1,5 @@
 """Load: arrivals, what a client sees of a stream, the sums of a rate, and runs over our own service and a peer."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

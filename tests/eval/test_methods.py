@@ -1,7 +1,5 @@
 """Methods: all see the same prompt; exact ones are exact, the others recompute what they say."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

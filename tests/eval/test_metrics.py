@@ -1,7 +1,5 @@
 """Metrics agree with the official scripts; intervals are what they say."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

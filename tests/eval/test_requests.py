@@ -1,7 +1,5 @@
 """Requests: files are read or refused, long cases are cut by the rule, sets and presets make the prompts they say."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

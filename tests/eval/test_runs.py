@@ -1,7 +1,5 @@
 """Runs: a folder a run, whole after a kill, never overwritten, and no quality of random weights."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial

@@ -5,8 +5,6 @@ unforeseen happens: a wrong byte or text, an error that is none of the project's
 The tests run a target for seconds, or for as many examples as FUZZ_EXAMPLES says.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """Each fuzzing target for seconds; FUZZ_EXAMPLES=100000 makes it as many examples of each, drawn anew."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

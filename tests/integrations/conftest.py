@@ -1,7 +1,5 @@
 """A tiny engine for tests of what is built on it."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Iterator

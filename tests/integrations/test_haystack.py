@@ -1,7 +1,5 @@
 """Haystack's own pipelines over the retriever and the generators."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """LangChain's own chains over the retriever and the chat model."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """LlamaIndex's own query engine over the retriever and the LLM."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from typing import Any

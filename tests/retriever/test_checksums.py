@@ -1,7 +1,5 @@
 """The index's file: damage is found and named, and mended by ingesting again; another version's is left as it is."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path

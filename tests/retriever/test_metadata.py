@@ -1,7 +1,5 @@
 """Metadata of documents: stored with them, filtered by, and refused where they are more than plain values."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What was found, cut at a score."""
 
-from __future__ import annotations
-
 import pytest
 from fakes import FakeEmbedder, tiny_tokenizer
 

@@ -1,7 +1,5 @@
 """Passages are found in the forms that applications write, and in nothing else."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

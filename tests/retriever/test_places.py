@@ -1,7 +1,5 @@
 """Where chunks stand in their documents: lines of the file, and the headings above."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

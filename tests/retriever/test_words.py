@@ -1,7 +1,5 @@
 """Search by words beside search by meaning, its second round, and the order of what is found."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

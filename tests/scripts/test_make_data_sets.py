@@ -1,7 +1,5 @@
 """Data sets out of their originals."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The recall of the ways to search, and the answers from what was found."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Scripts run in a small form, each in a process of its own: the figures on their last line."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

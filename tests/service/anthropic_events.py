@@ -1,7 +1,5 @@
 """Events of Anthropic's `/v1/messages`, read as its documentation and client have them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A server listening on a free port of this machine, as users run it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

@@ -1,7 +1,5 @@
 """The page in a real browser: what is there to run it, and what tests do on it."""
 
-from __future__ import annotations
-
 import shutil
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The command line, run in the tests' own process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A tiny model directory with a tokenizer, documents, and what tests do to an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from pydoc_data.topics import topics

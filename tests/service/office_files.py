@@ -1,7 +1,5 @@
 """Files of office programs, made for tests."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from pathlib import Path

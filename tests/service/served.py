@@ -1,7 +1,5 @@
 """A client of the scheduler, and the replay of a plan alone."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

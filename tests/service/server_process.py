@@ -5,8 +5,6 @@
 serves as `cacheblend serve` does, with a bag of words for an embedder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

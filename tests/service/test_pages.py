@@ -1,7 +1,5 @@
 """What pages and examples show: command lines parse, `curl` and clients run against a service, programs run."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import os

@@ -1,7 +1,5 @@
 """The server's process ends in its grace, whatever it does, and tells its clients so."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Tokenizers and chat templates of reasoning models: Qwen3's, one that opens thoughts itself, and gpt-oss's in little."""
 
-from __future__ import annotations
-
 import pytest
 from fakes import tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer

@@ -1,7 +1,5 @@
 """Small chunks of KV, their keys, and what is done to their files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from operator import attrgetter
 from pathlib import Path

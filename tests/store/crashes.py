@@ -3,8 +3,6 @@
 They are forked from a server that has imported the store, and torch with it, once.
 """
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import multiprocessing

@@ -3,8 +3,6 @@
 Shapes: H KV heads, T tokens, D head size.
 """
 
-from __future__ import annotations
-
 import torch
 
 from cacheblend.store.prefix_blocks import BLOCK_TOKENS, BlockChain, PrefixBlocks, PrefixRun

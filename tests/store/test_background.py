@@ -1,7 +1,5 @@
 """Writes in the background: readable at once, durable after `flush`, each with a result of its own."""
 
-from __future__ import annotations
-
 import threading
 from unittest.mock import Mock
 

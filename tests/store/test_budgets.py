@@ -1,7 +1,5 @@
 """Budgets hold in both tiers, and what was used least recently goes first."""
 
-from __future__ import annotations
-
 import pytest
 from chunks import FILE_BYTES, RAM_BYTES, file_of, files_under, make_chunk, put_all, same
 from waiting import wait_until

@@ -1,7 +1,5 @@
 """Each codec gives back what it was given, within the error that it promises, at the size that it promises."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

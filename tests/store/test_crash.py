@@ -1,7 +1,5 @@
 """A store survives its processes' death: every entry is whole or a miss, and nothing else is left."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

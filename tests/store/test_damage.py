@@ -1,7 +1,5 @@
 """Damaged files are misses that are logged, counted and set aside; a full disk leaves nothing behind."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sqlite3

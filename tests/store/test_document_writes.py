@@ -1,7 +1,5 @@
 """KV that is written for a document is stored only while that is there, whoever deletes or replaces it."""
 
-from __future__ import annotations
-
 from chunks import MODEL, files_under, make_chunk, same
 
 from cacheblend.store import ChunkKey, ChunkKV, KVStore

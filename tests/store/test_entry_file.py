@@ -1,7 +1,5 @@
 """An entry's file: one contiguous region a layer, and no bytes that were not written."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

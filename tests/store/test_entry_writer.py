@@ -1,7 +1,5 @@
 """Entries' files are written past the page cache where that is possible, and are the same bytes where it is not."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

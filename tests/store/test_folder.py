@@ -1,7 +1,5 @@
 """Only a store, or an empty place for one, is opened."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

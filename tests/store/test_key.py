@@ -1,7 +1,5 @@
 """A key names a chunk's KV by everything that it depends on."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 

@@ -1,7 +1,5 @@
 """The store gives back what was put, or nothing."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Any run of puts, gets, pins, deletes, documents, damage, kills and reopenings keeps the store's promises."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from contextlib import ExitStack

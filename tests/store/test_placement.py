@@ -1,7 +1,5 @@
 """A placement reads one layer at a time for as long as its pin lasts."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Prefix blocks: what a run holds, what goes first, and whose budget it is."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 
 import pytest

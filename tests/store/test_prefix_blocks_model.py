@@ -1,7 +1,5 @@
 """Prefix blocks hold what a plain model of them holds, whatever the requests, and several threads at once."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 

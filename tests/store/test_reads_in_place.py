@@ -1,7 +1,5 @@
 """Layers read straight to where they are needed, and past the page cache."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Threads that share a store."""
 
-from __future__ import annotations
-
 import random
 from concurrent.futures import ThreadPoolExecutor
 

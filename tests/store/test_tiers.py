@@ -1,7 +1,5 @@
 """Copies in RAM: what is held, what is dropped, and what of many entries read once is worth a copy."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from chunks import RAM_BYTES, make_chunk, same

@@ -1,7 +1,5 @@
 """`verify` finds every difference between files and catalog, and mends it."""
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,7 +1,5 @@
 """Ingest on Ray: the local ingest's result from actors, and what a kill and an interrupt leave."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

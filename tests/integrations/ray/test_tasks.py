@@ -3,8 +3,6 @@
 Ray itself is not needed.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

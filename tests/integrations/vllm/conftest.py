@@ -1,7 +1,5 @@
 """Engines of vLLM over tiny random models that have a tokenizer; skipped where vLLM cannot be imported."""
 
-from __future__ import annotations
-
 import os
 import sys
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """Families with a speciality inside vLLM: sinks, shapes of KV a layer, shared KV, latent attention, models that see images."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

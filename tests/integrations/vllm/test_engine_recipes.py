@@ -3,8 +3,6 @@
 They pass the plugin's middleware and vLLM's renderer, and an engine with the connector.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`vllm serve` with the connector, in processes of its own, as OpenAI's clients see it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

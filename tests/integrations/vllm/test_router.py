@@ -2,8 +2,6 @@
 itself is not needed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shlex

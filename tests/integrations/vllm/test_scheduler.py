@@ -1,7 +1,5 @@
 """Which requests are blended, and what their blocks are called; vLLM itself is not needed."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from types import SimpleNamespace

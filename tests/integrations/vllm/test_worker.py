@@ -1,7 +1,5 @@
 """A worker's blends over a store with a remote tier; vLLM itself is not needed."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """A command line on a tiny model, and documents for it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command line: output, exit codes, one line an error."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """`cacheblend ingest`: what is read, what is said of it, and how it ends."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

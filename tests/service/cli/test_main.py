@@ -1,7 +1,5 @@
 """The command line as a whole: commands found by name and imported at their use, with the options of the configs."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import socket

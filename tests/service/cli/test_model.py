@@ -1,7 +1,5 @@
 """`cacheblend model`, `profile` and `plan`: what they print and leave, and how they fail."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

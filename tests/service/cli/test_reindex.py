@@ -1,7 +1,5 @@
 """`cacheblend reindex` and `Engine.reindex`: another model, or another embedder, for the same documents."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What others wrote does not drive the operator's terminal."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """The plan of a blend, by a table of what was found and how the ratio is chosen."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

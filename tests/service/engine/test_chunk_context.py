@@ -1,7 +1,5 @@
 """What a chunk's KV is computed after: the head, the filler, its own document's earlier text, and nothing of anybody else's."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What is left to code that has taken over the process that reads a file: the file alone, by calls of the system."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

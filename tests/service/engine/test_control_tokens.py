@@ -1,7 +1,5 @@
 """No text of a client's becomes a control token, whatever the tokenizer calls special; the chat template's own tokens do."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Text comes as soon as it is certain, and its pieces joined are the whole."""
 
-from __future__ import annotations
-
 import codecs
 
 import pytest

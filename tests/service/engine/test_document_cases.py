@@ -2,8 +2,6 @@
 
 # ruff: noqa: RUF001  # texts of many languages
 
-from __future__ import annotations
-
 import gzip
 import zipfile
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Files that are ingested: every kind is read, nothing from outside a folder or beyond limits; faults name place and remedy."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """Documents are listed, replaced and deleted together with their chunks' KV."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

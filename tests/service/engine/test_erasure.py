@@ -1,7 +1,5 @@
 """After a deletion no file of the store has the text, its token ids or its vectors, whoever has the store open."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Folders that are followed: what comes, changes and goes, and what is never touched."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

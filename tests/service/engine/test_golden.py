@@ -3,8 +3,6 @@
 `GOLDEN_RECORD=1 pytest tests/service/engine/test_golden.py` records anew; a change that needs it says why in its commit.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Grammars of JSON schemas: one that is too complex is refused before it costs anybody's time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Models with state-space or linear-attention layers are served exactly, after the longest prefix whose states are held."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ingests, at once and as streams: what they count, store and leave after an error, a kill or a full disk."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """A chat's prompt is that of the model's own template, token by token: templates that trim, drop thoughts, move turns."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

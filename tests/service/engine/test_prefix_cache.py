@@ -1,7 +1,5 @@
 """What a prompt begins with is reused exactly: system messages, and conversations so far with what was generated."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

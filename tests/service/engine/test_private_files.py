@@ -1,7 +1,5 @@
 """Who may read what is written, and on which systems it is written."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

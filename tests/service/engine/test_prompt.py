@@ -1,7 +1,5 @@
 """Prompts of questions, chats and texts: what stands around the chunks, and that no text becomes a template."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Thoughts of reasoning models: the template's variables, earlier turns' thoughts, and thoughts read out of answers."""
 
-from __future__ import annotations
-
 import copy
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """The replay of an answer's plan tells an answer that is right from one that is not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

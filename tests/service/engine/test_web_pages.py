@@ -1,7 +1,5 @@
 """Files of the web: fetched within bounds, from public addresses alone, and read by their content type."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing

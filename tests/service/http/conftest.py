@@ -1,7 +1,5 @@
 """A server over the tests' engine, and clients of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is refused by the headers alone: wrong hosts, keys, origins and kinds of body."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bodies: what is large, deep or much of is refused soon, and nothing of it stops the event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

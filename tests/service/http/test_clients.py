@@ -4,8 +4,6 @@ Open WebUI 0.12.4 sends them from its server, and from a browser over a direct c
 `routers/openai.py`, `routers/tasks.py`, `utils/headers.py`, `utils/middleware.py`; of its page `+layout.svelte`, `apis/openai`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

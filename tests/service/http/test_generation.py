@@ -1,7 +1,5 @@
 """Answers on their way: no request outlives its client."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

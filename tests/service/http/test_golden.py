@@ -3,8 +3,6 @@
 `CACHEBLEND_RECORD_GOLDEN=1 python -m pytest tests/service/http/test_golden.py` records them anew.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A tenant that floods with uploads and questions, and hangs up: what another tenant asks is answered all the same."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """Uploads as jobs: followed, cancelled, bounded, and independent of the connection that brought them."""
 
-from __future__ import annotations
-
 import threading
 import traceback
 from collections.abc import Callable, Iterator

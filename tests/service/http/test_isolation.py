@@ -1,7 +1,5 @@
 """A flood of one tenant takes nothing from another, and salts share nothing: hits, evictions, answers, lists are counted."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager

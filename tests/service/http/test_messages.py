@@ -1,7 +1,5 @@
 """Anthropic's API over the same chats; the events are read as its documentation and client have them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

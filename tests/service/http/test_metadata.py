@@ -1,7 +1,5 @@
 """Metadata over HTTP: uploaded with texts and files, filtered by in requests, and returned with chunks."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

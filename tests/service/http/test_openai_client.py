@@ -1,7 +1,5 @@
 """OpenAI's own client works against the API unchanged."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

@@ -1,7 +1,5 @@
 """Documents, stores, counters, keys, logs and the page."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

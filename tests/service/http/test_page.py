@@ -1,7 +1,5 @@
 """The page at `/` in a real browser, wide and as on a phone, by keyboard and by the names that a screen reader says."""
 
-from __future__ import annotations
-
 import json
 import re
 from importlib.util import find_spec

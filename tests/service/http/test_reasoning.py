@@ -1,7 +1,5 @@
 """Thinking models through the API: switched by the template's variables, thoughts apart from what is said."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

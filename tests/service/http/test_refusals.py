@@ -1,7 +1,5 @@
 """Requests that no client should send are refused with 4xx in OpenAI's shape, naming what is wrong; nothing of them stays."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

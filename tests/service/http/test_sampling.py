@@ -1,7 +1,5 @@
 """Several choices, log-probabilities, penalties, biases and JSON: each request by its own, through OpenAI's client."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

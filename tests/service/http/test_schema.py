@@ -1,7 +1,5 @@
 """Whatever the schema allows, or forbids, the API answers as the schema says, and without an error of its own."""
 
-from __future__ import annotations
-
 import json
 
 import httpx

@@ -1,7 +1,5 @@
 """Tools of a chat: taken where the model's template has a place for them, and their calls found in answers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Documents listed by pages and by files; files uploaded as forms: read, followed, refused without a path of the server."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import shutil

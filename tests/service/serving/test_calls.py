@@ -1,7 +1,5 @@
 """Calls of clients: they wait without a thread, give way to requests, and end with their clients."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -1,7 +1,5 @@
 """Shadow evaluation: the comparison with full prefill."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
