@@ -198,11 +198,8 @@ def _clockwise(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 def _turns(attention: nn.Module) -> list[Turn]:
     """The rotations to try: the family's own first, which has the family's rounding."""
     own: Any = vars(sys.modules[type(attention).__module__]).get("apply_rotary_pos_emb")
-
-    def of_both(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        return own(x, x[:, :0], cos, sin)[0]
-
-    return [*([] if own is None else [of_both, own]), _halves, _pairs, _clockwise]
+    family: list[Turn] = [] if own is None else [lambda x, cos, sin: own(x, x[:, :0], cos, sin)[0], own]
+    return [*family, _halves, _pairs, _clockwise]
 
 
 def find_rotation(plain: torch.Tensor, turned: torch.Tensor, cos_sin: CosSin, attention: nn.Module) -> Rotation | None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
-from cacheblend.base.errors import ConfigError
 from cacheblend.base.threads import in_groups
 
 from .config import DOCUMENT_TOKENS
@@ -42,10 +41,6 @@ class ChunkContext:
 
     filler_ids: tuple[int, ...] = ()
     document_tokens: int = DOCUMENT_TOKENS
-
-    def __post_init__(self) -> None:
-        if self.document_tokens < 0:
-            raise ConfigError("document_tokens", self.document_tokens, "0 or more")
 
     def windows(self, chunks: Sequence[Sequence[int]]) -> Iterator[Window]:
         """The windows in which a document's chunks are read, `document_tokens` at most; every chunk is new in one window.

@@ -33,7 +33,6 @@ class StoreConfig:
         50 * GIB, "Bytes of KV on disk, headers included; the least recently used is evicted. Each process applies its own."
     )
     write_queue_bytes: int = 512 * MIB
-    direct_reads: bool = option(False, "Read KV past the page cache, for a store larger than RAM.")
     remote: str | None = option(
         None,
         "URL of a tier that machines share: redis://, rediss:// (TLS), unix://, s3://bucket/prefix, gs://, az://, "

@@ -6,7 +6,6 @@ Shapes: H KV heads, T tokens, D head size.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -24,23 +23,15 @@ from .codecs import CODECS, EncodedShape, LayerPair, LayerShape
 BLOCK_BYTES = 4096  # of direct reads and writes: offset, length and memory are multiples of it
 PIECE_BYTES = 8 * 2**20  # of memory; a larger entry lies in several pieces, which others can use again
 PIECES = BufferPool(128 * 2**20, slack=9 / 8)  # what a piece's memory has too much, no budget counts
-_mine = threading.local()
 
 
-def aligned_blocks(count: int, *, reuse: bool = False) -> Bytes:
-    """Memory that begins on a block, of full blocks for `count` bytes, padded with zeros.
-
-    With `reuse` it is this thread's, and is overwritten by its next use.
-    """
+def aligned_blocks(count: int) -> Bytes:
+    """Memory that begins on a block, of full blocks for `count` bytes, padded with zeros."""
     size = -(-count // BLOCK_BYTES) * BLOCK_BYTES
-    blocks: Bytes | None = getattr(_mine, "blocks", None) if reuse else None
-    if blocks is None or len(blocks) < size:
-        raw = host_bytes(torch.empty(size + BLOCK_BYTES, dtype=torch.uint8, device="cpu"))
-        blocks = raw[-raw.ctypes.data % BLOCK_BYTES :][:size]
-        if reuse:
-            _mine.blocks = blocks
-    blocks[count:size] = 0
-    return blocks[:size]
+    raw = host_bytes(torch.empty(size + BLOCK_BYTES, dtype=torch.uint8, device="cpu"))
+    blocks = raw[-raw.ctypes.data % BLOCK_BYTES :][:size]
+    blocks[count:] = 0
+    return blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,11 +258,11 @@ class EncodedEntry:
         np.copyto(to_2HTB, self.bytes[layer])
 
     def load(self) -> EncodedEntry:
-        """Itself: see `StoredEntry`."""
+        """Itself, as it is in memory."""
         return self
 
     def close(self) -> None:
-        """Nothing: see `StoredEntry`."""
+        """Nothing: memory needs no closing."""
 
     def chunk(self, *, copy: bool) -> ChunkKV:
         """The chunk's KV; with `copy` it shares no memory with this entry."""

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import itertools
 import os
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,12 +16,12 @@ import numpy as np
 import torch
 import xxhash
 
-from cacheblend.base.errors import ConfigError, DamagedEntryError, StoreError
+from cacheblend.base.errors import DamagedEntryError, StoreError
 from cacheblend.base.files import FILE_MODE, Closing, sync_folder, write_error
 from cacheblend.base.memory import Bytes
 
 from .chunk import host_bytes
-from .entry import BLOCK_BYTES, LENGTH_BYTES, MAX_HEADER_BYTES, EncodedEntry, EntryInfo, aligned_blocks, checksum, parse_header
+from .entry import BLOCK_BYTES, LENGTH_BYTES, MAX_HEADER_BYTES, EncodedEntry, EntryInfo, aligned_blocks, parse_header
 
 _MAX_PARTS = 1024  # of one vectored read (IOV_MAX)
 
@@ -33,17 +32,15 @@ class EntryFile(Closing):
     A file that other processes unlink stays readable until it is closed.
     """
 
-    def __init__(self, fd: int, path: Path, info: EntryInfo, checksums: list[str], data_start: int, *, direct: bool) -> None:
-        self.info, self._fd, self._path, self._checksums, self._direct = info, fd, path, checksums, direct
+    def __init__(self, fd: int, path: Path, info: EntryInfo, checksums: list[str], data_start: int) -> None:
+        self.info, self._fd, self._path, self._checksums = info, fd, path, checksums
         self._offsets = list(itertools.accumulate(info.sizes, initial=data_start))
         self._lock = threading.Lock()
         self._readers, self._closed = 0, False
 
     @classmethod
-    def open(cls, path: Path, digest: str, *, direct: bool = False) -> EntryFile:
+    def open(cls, path: Path, digest: str) -> EntryFile:
         """Open the file of the entry `digest`, and check its header and length.
-
-        With `direct` its layers are read past the page cache.
 
         Raises:
             DamagedEntryError: the file is missing, or is not what was written.
@@ -62,11 +59,9 @@ class EntryFile(Closing):
                 info, checksums = parse_header(_read(fd, header_bytes, LENGTH_BYTES, path), digest)
             except ValueError as error:
                 raise DamagedEntryError(f"{path} has a damaged header: {error}") from error
-            file = cls(fd, path, info, checksums, LENGTH_BYTES + header_bytes, direct=direct)
+            file = cls(fd, path, info, checksums, LENGTH_BYTES + header_bytes)
             if file.file_bytes != found_bytes:
                 raise DamagedEntryError(f"{path} has {found_bytes} bytes instead of {file.file_bytes}")
-            if direct:
-                make_direct(fd)
         except BaseException:
             os.close(fd)
             raise
@@ -82,10 +77,13 @@ class EntryFile(Closing):
         return self._offsets[-1]
 
     def read_layer(self, layer: int) -> torch.Tensor:
-        """Read one layer's encoded tensor, in one read straight into its memory, and check it; see `StoredEntry`."""
+        """Read one layer's encoded tensor, in one read straight into its memory, and check it; not to be written to.
+
+        Raises:
+            DamagedEntryError: the bytes are not the ones that were written.
+            StoreError: the entry is closed.
+        """
         dtype, shape = self.info.shapes[layer]
-        if self._direct:
-            return torch.from_numpy(self._read_direct(layer, reuse=False)).view(dtype).view(shape)
         encoded = torch.empty(shape, dtype=dtype, device="cpu")
         self._read_into(layer, [host_bytes(encoded).reshape(-1).data])
         return encoded
@@ -93,13 +91,9 @@ class EntryFile(Closing):
     def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
         """Read one layer of a raw entry, in one read, to where it is needed, and check it; raises as `read_layer` does.
 
-        The memory is filled before the check, so it is worth nothing where that fails. With direct reads the bytes are copied
-        from aligned memory of this thread's own.
+        The memory is filled before the check, so it is worth nothing where that fails.
         """
-        if self._direct:
-            np.copyto(to_2HTB, self._read_direct(layer, reuse=True).reshape(to_2HTB.shape))
-        else:
-            self._read_into(layer, [to_TB.data.cast("B") for to_HTB in to_2HTB for to_TB in to_HTB])
+        self._read_into(layer, [to_TB.data.cast("B") for to_HTB in to_2HTB for to_TB in to_HTB])
 
     def _read_into(self, layer: int, parts: Sequence[memoryview]) -> None:
         with self._reading():
@@ -107,21 +101,7 @@ class EntryFile(Closing):
         found = xxhash.xxh3_64()
         for part in parts:
             found.update(part)
-        self._check(layer, found.hexdigest())
-
-    def _read_direct(self, layer: int, *, reuse: bool) -> Bytes:
-        """The layer's bytes inside aligned memory; with `reuse` that is this thread's, and its next read overwrites it."""
-        start, end = self._offsets[layer], self._offsets[layer + 1]
-        block_start = start // BLOCK_BYTES * BLOCK_BYTES
-        blocks = aligned_blocks(end - block_start, reuse=reuse)
-        with self._reading():
-            _fill(self._fd, [blocks.data], block_start, self._path, end - block_start)
-        encoded = blocks[start - block_start : end - block_start]
-        self._check(layer, checksum(encoded))
-        return encoded
-
-    def _check(self, layer: int, found: str) -> None:
-        if found != self._checksums[layer]:
+        if found.hexdigest() != self._checksums[layer]:
             raise DamagedEntryError(f"layer {layer} of {self._path} does not match its checksum")
 
     def load(self) -> EncodedEntry:
@@ -229,7 +209,7 @@ def _write_file(fd: int, file: NewFile) -> None:
     """Write header and layers past the page cache, in full blocks, and truncate the last block's padding."""
     with suppress(OSError):  # a file system without direct writes has others
         make_direct(fd)
-    header = aligned_blocks(len(file.header), reuse=True)
+    header = aligned_blocks(len(file.header))
     header[: len(file.header)] = np.frombuffer(file.header, np.uint8)
     for part in (header, *file.entry.pieces):
         _write(fd, part.data)
@@ -259,13 +239,3 @@ def leave_direct(fd: int) -> bool:
     direct: int = getattr(os, "O_DIRECT", 0)
     fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~direct)
     return bool(flags & direct)
-
-
-def check_direct_reads(folder: Path) -> None:
-    """Refuse a folder whose file system has no direct reads, with a `ConfigError`."""
-    with tempfile.TemporaryFile(dir=folder) as file:
-        try:
-            make_direct(file.fileno())
-        except OSError as error:
-            allowed = f"the file system of {folder} has no direct reads ({error.strerror}); leave it out"
-            raise ConfigError("direct_reads", True, allowed) from error

@@ -48,7 +48,7 @@ class KVStore(Closing):
         self._ram = RamTier(config.ram_budget_bytes, self._pins)
         self._remote = self._open_remote()  # connects at its first use
         folder = StoreFolder(Path(config.directory))
-        self._nvme = NvmeTier(folder, config.nvme_budget_bytes, self._pins, direct_reads=config.direct_reads)
+        self._nvme = NvmeTier(folder, config.nvme_budget_bytes, self._pins)
         self._queue = WriteQueue(config.write_queue_bytes)
         self._counting = threading.Lock()
         self._counts: Counter[str] = Counter()  # hits by tier, misses, failed writes

@@ -15,7 +15,7 @@ from cacheblend.base.errors import DamagedEntryError, StoreError, StoreFullError
 from .catalog import Catalog, CatalogEntry
 from .chunk import PASSAGES
 from .entry import EncodedEntry, EntryInfo, pack_header
-from .entry_file import EntryFile, NewFile, check_direct_reads, write_files
+from .entry_file import EntryFile, NewFile, write_files
 from .layout import Journal, Reserve, StoreFolder, WriteLock
 from .tiers import NVME, Pins, read_entry
 from .write_queue import PendingWrite
@@ -56,10 +56,8 @@ class NvmeTier:
     name: ClassVar[str] = NVME
     in_memory: ClassVar[bool] = False
 
-    def __init__(self, folder: StoreFolder, budget_bytes: int, pins: Pins, *, direct_reads: bool = False) -> None:
-        self.folder, self.budget_bytes, self._pins, self._direct_reads = folder, budget_bytes, pins, direct_reads
-        if direct_reads:
-            check_direct_reads(folder.root)
+    def __init__(self, folder: StoreFolder, budget_bytes: int, pins: Pins) -> None:
+        self.folder, self.budget_bytes, self._pins = folder, budget_bytes, pins
         self.evictions, self.damaged = 0, 0
         with ExitStack() as opened:
             self._lock = opened.enter_context(closing(WriteLock(folder.lock)))
@@ -130,7 +128,7 @@ class NvmeTier:
         if digest not in self:
             return None
         try:
-            file = EntryFile.open(self.folder.entry_path(digest), digest, direct=self._direct_reads)
+            file = EntryFile.open(self.folder.entry_path(digest), digest)
         except DamagedEntryError:
             self.set_aside(digest)
             return None

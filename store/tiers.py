@@ -20,7 +20,8 @@ from cacheblend.base.memory import Bytes
 
 from .chunk import EncodedLayer, PlainKV, check_shape
 from .codecs import LayerPair
-from .entry import EncodedEntry, EntryInfo
+from .entry import EncodedEntry
+from .entry_file import EntryFile
 from .remote import RemoteStats
 
 T = TypeVar("T")
@@ -91,29 +92,8 @@ class AdmissionFilter:
             return before is not None
 
 
-class StoredEntry(Protocol):
-    """An entry where a tier holds it, open for reading by several threads: `EncodedEntry` in memory, `EntryFile` on a disk."""
-
-    @property
-    def info(self) -> EntryInfo:
-        """All but the keys and values."""
-
-    def read_layer(self, layer: int) -> torch.Tensor:
-        """The layer's encoded tensor on the CPU, not to be written to.
-
-        Raises:
-            DamagedEntryError: the bytes are not the ones that were written.
-            StoreError: the entry is closed.
-        """
-
-    def read_layer_into(self, layer: int, to_2HTB: Bytes) -> None:
-        """Read one layer of a raw entry to where it is needed; raises as `read_layer` does."""
-
-    def load(self) -> EncodedEntry:
-        """The complete entry in memory; raises as `read_layer` does."""
-
-    def close(self) -> None:
-        """End reading; a read that is under way ends well. A second call does nothing."""
+# Where a tier holds it, open for reading by several threads: in memory, or on a disk.
+StoredEntry = EncodedEntry | EntryFile
 
 
 class KVTier(Protocol):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from cacheblend.service.engine.engine import Engine
 
 OF_ANSWERS = ("preset", "max_tokens", "recompute_ratio", "max_loss_nats", "selector", "min_score", "find_passages")
-OF_READING = ("prefix_budget_bytes", "ram_budget_bytes", "direct_reads")
+OF_READING = ("prefix_budget_bytes", "ram_budget_bytes")
 NAMED = 10  # skipped files of each reason
 ASK_FROM_BYTES = 2 * GIB
 

@@ -19,9 +19,9 @@ import torch
 from cacheblend.base.errors import CacheBlendError, DamagedEntryError, StoreError
 from cacheblend.base.memory import return_freed_memory
 from cacheblend.base.threads import in_daemon_thread
-from cacheblend.blend import FusionResult, Fusor, LayerKV, LayerReport, LayerSource, ResidentLayers, Segment
+from cacheblend.blend import FusionResult, Fusor, LayerKV, LayerReport, LayerSource, ResidentLayers
 from cacheblend.loader import LayerLoader, LoadingController
-from cacheblend.service.engine.blend_plan import BlendPlan, BlendPolicy, BlendSegment, Found, plan_blend
+from cacheblend.service.engine.blend_plan import BlendPlan, BlendPolicy, BlendSegment, plan_blend
 from cacheblend.service.engine.chunk_context import ChunkNaming
 from cacheblend.service.engine.config import EngineConfig
 from cacheblend.service.engine.prompt import PromptChunk, PromptTokens
@@ -203,12 +203,11 @@ class BlendWorker:
             policy = BlendPolicy(
                 ratio=job.ratio,
                 quality_ratio=self._engine.loader.quality_ratio,
-                layers=geometry.layers,
                 controller=self._controller,
                 widens=nats is not None,
             )
             stored = [chunk.part(kv) for chunk, kv in zip(prompt.chunks, stored, strict=True)]
-            plan = plan_blend(prompt, Found(prefix, stored), policy)
+            plan = plan_blend(prompt, prefix, stored, policy)
             reused = [segment.kv for segment in plan.segments if segment.kv is not None and not segment.exact]
             if plan.full_recompute or not reused:
                 if plan.predicted is not None and self._controller is not None:
@@ -217,10 +216,9 @@ class BlendWorker:
                 reason = "slow_loading" if plan.full_recompute else "look_alike" if plan.look_alike else "not_stored"
                 return {"blended": False, "reason": reason}
             # 3. Blend it, each finished layer straight into the pages.
-            segments = [Segment(segment.token_ids, segment.kv, segment.exact) for segment in plan.segments]
             config = replace(self._engine.fusion, recompute_ratio=plan.ratio, max_loss_nats=nats)
             sink = PageSink(self._ranks, self._block_size, job.block_ids, job.start, len(prompt))
-            steps = held.enter_context(closing(self._fusor.fuse_steps(segments, config, source, sink)))
+            steps = held.enter_context(closing(self._fusor.fuse_steps(plan.segments, config, source, sink)))
             for layer in steps:
                 yield _rows(layer, len(prompt))
             blended = steps.result

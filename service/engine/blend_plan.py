@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from cacheblend.blend.prompt import alike_chunks
+from cacheblend.blend.prompt import Segment, alike_chunks
 from cacheblend.blend.widening import WIDE_RATIO
 
 if TYPE_CHECKING:
@@ -40,19 +40,9 @@ class PlannedSegment:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BlendSegment:
-    """One segment of a prompt as the fusor gets it.
+class BlendSegment(Segment):
+    """One segment of a prompt, and what its record needs; `key` and `earlier` are `PlannedSegment`'s."""
 
-    Args:
-        token_ids: its token ids.
-        kv: its stored KV; None for a segment that is computed in the prompt.
-        exact: the KV is full prefill's own at this place, and is never recomputed.
-        key, earlier: see `PlannedSegment`.
-    """
-
-    token_ids: tuple[int, ...]
-    kv: KVHandle | None = None
-    exact: bool = False
     key: str | None = None
     earlier: tuple[tuple[int, ...], ...] = ()
 
@@ -61,20 +51,7 @@ class BlendSegment:
         """The segment as the answer's plan names it."""
         kind = "fresh" if self.kv is None else "exact" if self.exact else "reused"
         tier = None if self.kv is None else self.kv.tier
-        return PlannedSegment(kind=kind, token_ids=self.token_ids, key=self.key, tier=tier, earlier=self.earlier)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Found:
-    """The KV that a look-up found for a prompt.
-
-    Args:
-        prefix: the longest KV at hand that the prompt begins with; None for none.
-        chunks: the stored KV of each of the prompt's chunks; None for a miss.
-    """
-
-    prefix: BlendSegment | None
-    chunks: Sequence[KVHandle | None]
+        return PlannedSegment(kind=kind, token_ids=tuple(self.token_ids), key=self.key, tier=tier, earlier=self.earlier)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +62,6 @@ class BlendPolicy:
         ratio: the ratio that the request asks for; None leaves it to the controller. Without one, and where the blend may be
             widened, chunks that look alike are computed.
         quality_ratio: r*, for requests that ask for none where there is no controller.
-        layers: of the model.
         controller: picks the ratio from a profile; None without a profile.
         work: decides on full recompute where there is no controller; None for never.
         widens: the blend may be widened. Its first round counts what stands between chunks, and runs in any case, up to half
@@ -94,21 +70,22 @@ class BlendPolicy:
 
     ratio: float | None
     quality_ratio: float
-    layers: int
     controller: LoadingController | None = None
     work: WorkEstimator | None = None
     widens: bool = False
 
-    def choose(self, prompt: PromptTokens, found: Found) -> tuple[float, bool, LoadingPlan | None]:
+    def choose(
+        self, prompt: PromptTokens, prefix: BlendSegment | None, chunks: Sequence[KVHandle | None]
+    ) -> tuple[float, bool, LoadingPlan | None]:
         """The ratio, whether full recompute is as fast, and the controller's prediction where it was asked."""
         if self.ratio is not None:
             return self.ratio, False, None
-        stored = [kv for kv in found.chunks if kv is not None]
+        stored = [kv for kv in chunks if kv is not None]
         reusable = sum(len(kv.token_ids) for kv in stored)
-        exact = 0 if found.prefix is None else len(found.prefix.token_ids)
+        exact = 0 if prefix is None else len(prefix.token_ids)
         fresh = len(prompt) - reusable - exact
         if self.controller is not None:
-            reads = [(kv.tier, kv.layer_bytes(self.layers - 1)) for kv in stored]
+            reads = [(kv.tier, kv.layer_bytes(kv.num_layers - 1)) for kv in stored]
             loading = self.controller.plan(reads=reads, reusable=reusable, fresh=fresh, exact=exact)
             return loading.ratio, loading.full_recompute, loading
         full = self.work is not None and self.work.is_short(self.quality_ratio, reusable, fresh, exact)
@@ -143,33 +120,36 @@ class BlendPlan:
         return next(reused, None)
 
 
-def plan_blend(prompt: PromptTokens, found: Found, policy: BlendPolicy) -> BlendPlan:
+def plan_blend(
+    prompt: PromptTokens, prefix: BlendSegment | None, stored: Sequence[KVHandle | None], policy: BlendPolicy
+) -> BlendPlan:
     """Plan one prompt's prefill from what was found.
 
     Args:
         prompt: its tokens and chunks.
-        found: its stored KV; entries of `found.chunks` stand for the prompt's chunks, in order.
+        prefix: the longest KV at hand that it begins with; None for none.
+        stored: the stored KV of each of its chunks; None for a miss.
         policy: how the ratio is chosen.
     """
     # 1. The chunks whose KV is not used, as they look alike. Then the ratio, and whether full recompute is as fast.
     alike = [False] * len(prompt.chunks)
     if policy.widens or policy.ratio is None:
         alike = alike_chunks([() if chunk.key is None else chunk.stored_ids or chunk.token_ids for chunk in prompt.chunks])
-    chunks = [None if is_alike else kv for kv, is_alike in zip(found.chunks, alike, strict=True)]
-    ratio, full, predicted = policy.choose(prompt, Found(found.prefix, chunks))
+    chunks = [None if is_alike else kv for kv, is_alike in zip(stored, alike, strict=True)]
+    ratio, full, predicted = policy.choose(prompt, prefix, chunks)
     reusable = sum(len(kv.token_ids) for kv in chunks if kv is not None)
     if policy.widens and reusable and ratio < WIDE_RATIO:
         between = sum(len(chunk.token_ids) for chunk in prompt.chunks if chunk.key is None)
         ratio = max(ratio / 2, ratio - between / reusable)
     # 2. The segments: the exact prefix, the chunks with their KV, and what stands before, between and after them.
-    prefix = None if full else found.prefix
+    prefix = None if full else prefix
     exact = 0 if prefix is None else len(prefix.token_ids)
     before, after = prompt.prefix[exact:], prompt.suffix[max(0, exact - len(prompt.prefix)) :]
-    placed = zip(prompt.chunks, found.chunks, alike, strict=True)
+    placed = zip(prompt.chunks, stored, alike, strict=True)
     parts = [_chunk_segment(chunk, kv, full=full or is_alike) for chunk, kv, is_alike in placed]
     segments = [*([] if prefix is None else [prefix]), BlendSegment(before), *parts, BlendSegment(after)]
     # 3. The misses, whose KV is computed and stored afterwards.
-    placed = zip(prompt.chunks, found.chunks, alike, strict=True)
+    placed = zip(prompt.chunks, stored, alike, strict=True)
     misses = [chunk for chunk, kv, is_alike in placed if kv is None and chunk.key is not None and not is_alike]
     filled = tuple(segment for segment in segments if segment.token_ids)
     return BlendPlan(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
@@ -21,7 +21,7 @@ from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan, WorkE
 from cacheblend.store import BLOCK_TOKENS, BlockChain, ChunkKV, KVStore, LayerPair, PrefixBlocks, PrefixRun
 
 from .background_precompute import BackgroundPrecompute
-from .blend_plan import BlendPlan, BlendPolicy, BlendSegment, Found, PlannedSegment, fresh_records, plan_blend
+from .blend_plan import BlendPlan, BlendPolicy, BlendSegment, PlannedSegment, fresh_records, plan_blend
 from .chunk_context import ChunkEncoder
 from .config import EngineConfig
 from .prompt import PromptTokens
@@ -113,7 +113,7 @@ class Prefiller:
         finding = self._prefixes.find(token_ids, len(token_ids) - 1, request.namespace)
         with finding as prefix, LayerLoader(self._config.loader) as loader:
             found = [] if prefix.run is None else [BlendSegment(prefix.run.token_ids, prefix.run, exact=True)]
-            segments = [*_segments(found), Segment(token_ids[prefix.tokens :])]
+            segments = [*found, Segment(token_ids[prefix.tokens :])]
             fused = yield from self._fusor.fuse_steps(segments, source=prefix.record(loader))
             first, *others = *(segment.record for segment in found), *fresh_records(request.prompt, prefix.tokens)
             request.prefill = Prefill(
@@ -159,14 +159,14 @@ class Prefiller:
             ):
                 # 1. Plan: the ratio, or full recompute, and the segments with their KV.
                 parts = [chunk.part(kv) for chunk, kv in zip(prompt.chunks, prompt.by_chunk(stored), strict=True)]
-                found = Found(self._prefix_segment(prompt, prefix), parts)
-                plan = plan_blend(prompt, found, self.policy(ratio, widens=request.max_loss_nats is not None and ratio != 0))
+                policy = self.policy(ratio, widens=request.max_loss_nats is not None and ratio != 0)
+                plan = plan_blend(prompt, self._prefix_segment(prompt, prefix), parts, policy)
                 planned = time.perf_counter()
                 prefix.exact_tokens = plan.exact_tokens
                 # 2. Fuse, a layer a step; the loader reads the next layers meanwhile.
                 source = prefix.record(ResidentLayers() if plan.full_recompute else loader)
                 fusion = replace(self._config.fusion, recompute_ratio=plan.ratio, max_loss_nats=request.max_loss_nats)
-                steps = self._fusor.fuse_steps(_segments(plan.segments), fusion, source)
+                steps = self._fusor.fuse_steps(plan.segments, fusion, source)
                 fused = yield from steps
                 # 3. Compare the plan with what it took, and have the misses computed after the running requests.
                 took_s = self._synchronized() - planned - steps.preempted_s
@@ -190,7 +190,6 @@ class Prefiller:
         return BlendPolicy(
             ratio=ratio,
             quality_ratio=self._config.loader.quality_ratio,
-            layers=self._fusor.decoder.geometry.layers,
             controller=self.controller,
             work=self.work,
             widens=widens,
@@ -238,11 +237,6 @@ class Prefiller:
         waited = self._fusor.decoder.device.type == "cuda" and fused.wait_s > 0.05 * prefill_s
         is_predicted = not waited and not fused.is_widened and (plan.full_recompute or plan.ratio == loading.ratio)
         controller.record(loading, load_s=load_s, compute_s=prefill_s - fused.wait_s if is_predicted else None)
-
-
-def _segments(planned: Iterable[BlendSegment]) -> list[Segment]:
-    """Planned segments for the fusor."""
-    return [Segment(segment.token_ids, segment.kv, segment.exact) for segment in planned]
 
 
 class PrefixCache:

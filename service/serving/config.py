@@ -13,11 +13,6 @@ class ServingConfig:
     By default one blended request in a hundred is compared with full prefill, while nothing else runs, and the result is
     reported: which agreement is good enough differs by model and by use.
 
-    Args:
-        turn_s: seconds after which a prompt that is not prefilled waits for other tenants' turns and its own's shortest prompt.
-        guard_tokens: first greedy tokens that are compared.
-        guard_window: comparisons that the mean agreement is over.
-
     Raises:
         ConfigError: a value is not allowed.
     """
@@ -28,12 +23,9 @@ class ServingConfig:
     deadline_s: float = option(300.0, "Seconds from arrival after which a request is given up; so is an upload not begun.")
     grace_s: float = option(30.0, "Seconds in which running requests may end when the service stops; uploads have half of it.")
     guard_share: float = option(0.01, "Share, 0 to 1, of blends compared with full prefill when idle.", panel="Quality guard")
-    turn_s: float = 1.0
-    guard_tokens: int = 8
-    guard_window: int = 20
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_waiting", "max_uploads", "guard_tokens", "guard_window"):
+        for name in ("max_num_seqs", "max_waiting", "max_uploads"):
             check_whole(name, getattr(self, name))
         for name, least in (("deadline_s", "above 0"), ("grace_s", "0 or above")):
             value = getattr(self, name)

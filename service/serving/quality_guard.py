@@ -15,6 +15,8 @@ from cacheblend.service.engine.request import Request
 from .config import ServingConfig
 
 logger = logging.getLogger(__name__)
+GUARD_TOKENS = 8  # first greedy ones that are compared
+GUARD_WINDOW = 20  # comparisons that the mean agreement is over
 # Called with a sampled request's tenant and the comparison, None if it failed. Must return at once.
 ShadowObserver = Callable[[str, Comparison | None], None]
 
@@ -31,7 +33,7 @@ class ShadowEvaluation:
 
     def __init__(self, config: ServingConfig, observer: ShadowObserver) -> None:
         self._config, self._observer = config, observer
-        self._last = defaultdict[str, deque[Comparison]](lambda: deque(maxlen=config.guard_window))  # by tenant
+        self._last = defaultdict[str, deque[Comparison]](lambda: deque(maxlen=GUARD_WINDOW))  # by tenant
         self._evaluated = Counter[str]()
         self._sampled: Request | None = None  # from its prefill to the end of its comparison
         self._steps: Generator[object, None, Comparison] | None = None
@@ -89,7 +91,7 @@ class ShadowEvaluation:
         engine, blended = request.engine, request.fused
         full = yield from engine.fusor.fuse_steps([Segment(blended.token_ids)])
         greedy = Sampling().generation_options(engine.fusor.tokenizer)
-        return (yield from compare_steps(engine.fusor, full, blended, self._config.guard_tokens, greedy))
+        return (yield from compare_steps(engine.fusor, full, blended, GUARD_TOKENS, greedy))
 
     def _record(self, comparison: Comparison | None) -> None:
         assert self._sampled is not None

@@ -26,6 +26,7 @@ DECODE_SHARE = 0.25
 TENANT_PLACES = 0.75  # of all places that one of several tenants may have, so that another tenant's request finds one
 SHADOW_AFTER_S = 0.25  # without a request: a client that asks one question after the other does not wait for a check's layer
 FIRST_PREFILL_S = 0.5  # a guess for Retry-After, before the first prompt
+TURN_S = 1.0  # after which a prompt that is not prefilled waits for other tenants' turns and its own's shortest prompt
 LAYERS_AHEAD = 2  # that are launched on the device and have not run: enough for a device that is never idle
 logger = logging.getLogger(__name__)
 Observer = Callable[[Request, Done | Failed | None], None]
@@ -122,7 +123,7 @@ class SchedulerState:
 class Scheduler(Closing):
     """Serves requests on one model. Thread-safe; a context manager.
 
-    One prompt is prefilled at a time, since two at once would both come later. Tenants take turns, a prompt each, or `turn_s`
+    One prompt is prefilled at a time, since two at once would both come later. Tenants take turns, a prompt each, or `TURN_S`
     of a long one, which then yields to its tenant's shortest, too. Between two layers the requests that decode take a step,
     `DECODE_SHARE` of the time. A request that ends, fails, is cancelled or is late leaves before the next step, and frees
     everything that it held. If nothing has run or waited for `SHADOW_AFTER_S`, sampled requests are compared with full prefill,
@@ -296,7 +297,7 @@ class Scheduler(Closing):
             has_place = len(self._running) < self.config.max_num_seqs and places[request.tenant] < self._tenant_places
             return has_place or request in self._running
 
-        self._turn_ends = time.perf_counter() + self.config.turn_s
+        self._turn_ends = time.perf_counter() + TURN_S
         with self._changed:
             if self._prompt is not None:
                 self._wait_again(self._prompt)

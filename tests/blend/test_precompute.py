@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from prompts import BOS, assert_same_kv, draw_ids
 from tiny_models import CONFIGS, tiny_model
 
-from cacheblend.base.errors import ConfigError
 from cacheblend.blend import ChunkContext, Fusor, precompute
 from cacheblend.blend.layer_passes import runs
 from cacheblend.store import ChunkKV, context_digest
@@ -140,9 +139,3 @@ def test_long_documents_are_read_in_windows() -> None:
     expected = [[], DOCUMENTS[0][:1], DOCUMENTS[0][:2], DOCUMENTS[0][2:3]]
     assert [kv.context for kv in kvs] == [context_digest((), earlier) for earlier in expected]
     assert [list(earlier) for earlier in context.earlier(DOCUMENTS[0])] == expected
-
-
-def test_a_negative_window_is_refused() -> None:
-    """The error names the field."""
-    with pytest.raises(ConfigError, match="document_tokens=-1"):
-        ChunkContext(document_tokens=-1)

@@ -74,13 +74,12 @@ def test_synced_before_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(("tokens", "size", "pieces"), [(97, 8, 1), (128, 8192, 2)])
-@pytest.mark.parametrize("direct", [False, True])
-def test_memory_is_whole_blocks(tmp_path: Path, direct: bool, tokens: int, size: int, pieces: int) -> None:
+def test_memory_is_whole_blocks(tmp_path: Path, tokens: int, size: int, pieces: int) -> None:
     """What is encoded, and what is read again, can be written past the page cache from where it is."""
     entry = make_entry(tokens, size=size)
     file = new_file(tmp_path, entry)
     write_files([file])
-    with EntryFile.open(file.final, str(entry.info.key), direct=direct) as opened:
+    with EntryFile.open(file.final, str(entry.info.key)) as opened:
         again = opened.load()
     assert again.checksums == entry.checksums
     for one in (entry, again):

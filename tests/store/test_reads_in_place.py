@@ -1,13 +1,12 @@
-"""Layers read straight to where they are needed, and past the page cache."""
+"""Layers read straight to where they are needed."""
 
 import os
-from dataclasses import replace
 
 import pytest
 import torch
 from chunks import HEADS, TOKENS, file_of, flip_last_byte, make_chunk, same
 
-from cacheblend.base.errors import ConfigError, DamagedEntryError, InputError
+from cacheblend.base.errors import DamagedEntryError, InputError
 from cacheblend.store.chunk import host_bytes
 from cacheblend.store.entry_file import leave_direct
 
@@ -20,12 +19,11 @@ def room(layer: int, dtype: torch.dtype = torch.float32, stride: int = 3) -> tor
     return torch.full((2, kv_heads, TOKENS + stride, head_dim), torch.nan, dtype=dtype)
 
 
-@pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("tier", ["ram", "nvme"])
-def test_a_layer_comes_to_its_place(open_store, tier: str, direct: bool) -> None:
+def test_a_layer_comes_to_its_place(open_store, tier: str) -> None:
     """Every layer stands where it was asked for, bit for bit, and nothing beside it is touched."""
     open_store().put(KEY, KV)
-    with open_store(ram_budget_bytes=2**20 if tier == "ram" else 1, direct_reads=direct) as store:
+    with open_store(ram_budget_bytes=2**20 if tier == "ram" else 1) as store:
         if tier == "ram":
             store.get(KEY)
         with store.pin([KEY]) as (placement,):
@@ -38,17 +36,8 @@ def test_a_layer_comes_to_its_place(open_store, tier: str, direct: bool) -> None
                     assert got[:, [0, -2, -1]].isnan().all()
 
 
-def test_direct_reads_keep_no_memory_of_others(open_store) -> None:
-    """What a direct read has given stays as it is when the thread reads on."""
-    with open_store(ram_budget_bytes=1, direct_reads=True) as store:
-        store.put(KEY, KV)
-        with store.pin([KEY]) as (placement,):
-            read = [placement.read_layer(layer) for layer in range(len(HEADS))]
-        assert same(replace(KV, layers=read), KV)
-
-
 def test_one_read_straight_into_place(open_store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer is one read call into the place itself; a direct one is one call of whole blocks."""
+    """A layer is one read call into the place itself."""
     calls: list[list[int]] = []
     preadv = os.preadv
 
@@ -64,17 +53,11 @@ def test_one_read_straight_into_place(open_store, monkeypatch: pytest.MonkeyPatc
                 calls.clear()
                 placement.read_layer_into(layer, host_bytes(room(layer))[:, :, :TOKENS])
                 assert calls == [[4 * TOKENS * head_dim] * 2 * kv_heads]
-    with open_store(ram_budget_bytes=1, direct_reads=True) as store, store.pin([KEY]) as (placement,):
-        calls.clear()
-        placement.read_layer_into(2, host_bytes(room(2))[:, :, :TOKENS])
-        ((blocks,),) = calls
-        assert blocks % 4096 == 0
 
 
-@pytest.mark.parametrize("direct", [False, True])
-def test_damage_is_found_in_place(open_store, direct: bool) -> None:
+def test_damage_is_found_in_place(open_store) -> None:
     """A flipped bit is damage on the straight way too, and the entry is a miss from then on."""
-    with open_store(ram_budget_bytes=1, direct_reads=direct) as store:
+    with open_store(ram_budget_bytes=1) as store:
         store.put(KEY, KV)
         flip_last_byte(file_of(store, KEY))
         with store.pin([KEY]) as (placement,):
@@ -94,10 +77,8 @@ def test_a_place_that_does_not_fit(open_store, layer: int, dtype: torch.dtype) -
 
 
 def test_a_system_without_o_direct(open_store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no O_DIRECT, as on macOS, writes go through the page cache and direct reads are refused at the opening."""
+    """Where there is no O_DIRECT, as on macOS, writes go through the page cache."""
     monkeypatch.delattr(os, "O_DIRECT")
-    with pytest.raises(ConfigError, match="direct_reads"):
-        open_store(direct_reads=True)
     with open_store(ram_budget_bytes=1) as store:
         store.put(KEY, KV)
         assert same(store.get(KEY), KV)

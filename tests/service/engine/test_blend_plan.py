@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cacheblend.loader import LoadingPlan
-from cacheblend.service.engine.blend_plan import BlendPolicy, BlendSegment, Found, fresh_records, plan_blend
+from cacheblend.service.engine.blend_plan import BlendPolicy, BlendSegment, fresh_records, plan_blend
 from cacheblend.service.engine.prompt import PromptChunk, PromptTokens
 from cacheblend.store import ChunkKey
 
@@ -20,6 +20,8 @@ class StoredKV:
 
     token_ids: tuple[int, ...]
     tier: str = "nvme"
+    num_layers: int = 4
+    rotated: bool = False
 
     def layer_bytes(self, layer: int) -> int:
         """Ten bytes a token and layer, and the layer's number."""
@@ -72,13 +74,13 @@ HELD = BlendSegment(PREFIX, StoredKV(PREFIX, "memory"), exact=True)  # type: ign
 
 def policy_of(ratio: float | None = None, **choosers: Any) -> BlendPolicy:
     """A policy of a model of four layers."""
-    return BlendPolicy(ratio=ratio, quality_ratio=R_STAR, layers=4, **choosers)
+    return BlendPolicy(ratio=ratio, quality_ratio=R_STAR, **choosers)
 
 
-def found_of(*stored: tuple[int, ...], prefix: BlendSegment | None = None) -> Found:
+def found_of(*stored: tuple[int, ...], prefix: BlendSegment | None = None) -> tuple[BlendSegment | None, list[Any]]:
     """Stored KV of those chunks that are named."""
     kvs: list[Any] = [StoredKV(one.token_ids) if one.token_ids in stored else None for one in CHUNKS]
-    return Found(prefix, kvs)
+    return prefix, kvs
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_segments(
     exact_tokens: int | None,
 ) -> None:
     """Stored chunks are reused, all else is computed; text between chunks is never a miss, and the tokens are the prompt's."""
-    plan = plan_blend(PROMPT, found_of(*stored, prefix=prefix), policy_of(0.3))
+    plan = plan_blend(PROMPT, *found_of(*stored, prefix=prefix), policy_of(0.3))
     records = [segment.record for segment in plan.segments]
     assert [record.kind for record in records] == kinds
     assert tuple(token for segment in plan.segments for token in segment.token_ids) == PROMPT.token_ids
@@ -130,14 +132,14 @@ def test_segments(
 )
 def test_who_chooses_the_ratio(asked: float | None, choosers: dict[str, Any], ratio: float, full: bool) -> None:
     """The request's ratio comes first, then the controller's, then r*; a first round counts what stands between chunks."""
-    plan = plan_blend(PROMPT, found_of(ONE, TWO, prefix=HELD), policy_of(asked, **choosers))
+    plan = plan_blend(PROMPT, *found_of(ONE, TWO, prefix=HELD), policy_of(asked, **choosers))
     assert (plan.ratio, plan.full_recompute) == (ratio, full)
     assert (plan.predicted is not None) == (asked is None and "controller" in choosers)
 
 
 def test_full_recompute_reads_nothing() -> None:
     """A full recompute uses neither prefix nor chunks; what is stored is neither hit nor miss, what is missing is a miss."""
-    plan = plan_blend(PROMPT, found_of(ONE, prefix=HELD), policy_of(work=FixedWork(short=True)))
+    plan = plan_blend(PROMPT, *found_of(ONE, prefix=HELD), policy_of(work=FixedWork(short=True)))
     assert all(segment.kv is None for segment in plan.segments)
     records = [segment.record for segment in plan.segments]
     assert {record.kind for record in records} == {"fresh"}
@@ -150,7 +152,7 @@ def test_what_the_controller_is_asked() -> None:
     """It gets the reads of the last layer, and the tokens that are reusable, fresh and exact."""
     controller = FixedController(0.2, full=False)
     found = found_of(ONE, TWO, prefix=HELD)
-    plan_blend(PROMPT, found, policy_of(controller=controller))
+    plan_blend(PROMPT, *found, policy_of(controller=controller))
     assert controller.asked == [{"reads": [("nvme", 23), ("nvme", 33)], "reusable": 5, "fresh": 3, "exact": 3}]
 
 
@@ -158,7 +160,7 @@ def test_a_prefix_that_reaches_into_the_suffix() -> None:
     """Without chunks a cached prefix may hold a part of the question; what is after it is computed."""
     ids = (*PREFIX, *SUFFIX[:1])
     run = BlendSegment(ids, StoredKV(ids, "memory"), exact=True)  # type: ignore[arg-type]  # a fake
-    plan = plan_blend(PromptTokens(PREFIX, SUFFIX), Found(run, []), policy_of())
+    plan = plan_blend(PromptTokens(PREFIX, SUFFIX), run, [], policy_of())
     assert [segment.token_ids for segment in plan.segments] == [ids, SUFFIX[1:]]
 
 
@@ -194,8 +196,8 @@ def test_chunks_that_look_alike(
     texts: list[tuple[int, ...]], computed: list[bool], ratio: float | None, choosers: dict[str, Any]
 ) -> None:
     """Records of one form are computed, and are neither hits nor misses; all others are reused, and all at a ratio by name."""
-    found = Found(None, [StoredKV(text) for text in texts])  # type: ignore[misc]  # fakes
-    plan = plan_blend(PromptTokens(PREFIX, SUFFIX, tuple(map(chunk, texts))), found, policy_of(ratio, **choosers))
+    found: list[Any] = [StoredKV(text) for text in texts]
+    plan = plan_blend(PromptTokens(PREFIX, SUFFIX, tuple(map(chunk, texts))), None, found, policy_of(ratio, **choosers))
     is_named = ratio is not None and not choosers
     kinds = ["fresh" if one and not is_named else "reused" for one in computed]
     assert [segment.record.kind for segment in plan.segments] == ["fresh", *kinds, "fresh"]
@@ -205,5 +207,5 @@ def test_chunks_that_look_alike(
 def test_one_passage_at_two_places() -> None:
     """A passage whose first tokens are cut at one place is equal to the one at the other place, and does not look alike."""
     chunks = tuple(replace(chunk(PROSE), token_ids=PROSE[cut:], stored_ids=PROSE, start=cut) for cut in (1, 2))
-    found = Found(None, [StoredKV(one.token_ids) for one in chunks])  # type: ignore[misc]  # fakes
-    assert plan_blend(PromptTokens(PREFIX, SUFFIX, chunks), found, policy_of(None)).look_alike == 0
+    found: list[Any] = [StoredKV(one.token_ids) for one in chunks]
+    assert plan_blend(PromptTokens(PREFIX, SUFFIX, chunks), None, found, policy_of(None)).look_alike == 0

@@ -18,6 +18,7 @@ from cacheblend.service import Engine
 from cacheblend.service.http.app import STATIC, run
 from cacheblend.service.http.config import HttpConfig
 from cacheblend.service.http.server import Server
+from cacheblend.service.serving import quality_guard
 from cacheblend.service.serving.scheduler import ServingConfig
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4}
@@ -162,9 +163,10 @@ def test_an_open_address_is_warned_of(
         assert f"has {len(DOCUMENTS)} documents" in caplog.text
 
 
-def test_what_the_guard_finds(model_dir: Path, tmp_path: Path) -> None:
+def test_what_the_guard_finds(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counters and `/v1/store` show shadow evaluations by tenant, and never by salt; here every blended request is checked."""
-    limits = ServingConfig(guard_share=1.0, guard_tokens=40, guard_window=1)
+    monkeypatch.setattr(quality_guard, "GUARD_TOKENS", 40)
+    limits = ServingConfig(guard_share=1.0)
     one, two = bearer("one"), bearer("two")
     with (
         serving_tenants(["one", "two"], model_dir, tmp_path, limits) as (_, address),

@@ -15,6 +15,7 @@ from cacheblend.blend.fidelity import Comparison, relative_kv_error
 from cacheblend.blend.fusion import FusionSteps
 from cacheblend.service import Engine
 from cacheblend.service.engine.request import Done
+from cacheblend.service.serving import quality_guard
 from cacheblend.service.serving.scheduler import Scheduler, ServingConfig
 
 
@@ -29,14 +30,15 @@ Reports = list[Report]
 
 
 @pytest.fixture
-def reports() -> Reports:
+def reports(monkeypatch: pytest.MonkeyPatch) -> Reports:
+    monkeypatch.setattr(quality_guard, "GUARD_WINDOW", 1)
     return []
 
 
 @contextmanager
-def guarded(engine: Engine, reports: Reports, *, guard_tokens: int = 8) -> Iterator[Scheduler]:
-    """A scheduler that compares every blended request, with a window of one."""
-    config = ServingConfig(guard_share=1.0, guard_tokens=guard_tokens, guard_window=1)
+def guarded(engine: Engine, reports: Reports) -> Iterator[Scheduler]:
+    """A scheduler that compares every blended request."""
+    config = ServingConfig(guard_share=1.0)
     with Scheduler(engine.fusor, config, shadow_observer=lambda *report: reports.append(Report(*report))) as scheduler:
         yield scheduler
 
@@ -51,17 +53,17 @@ def ask(engine: Engine, scheduler: Scheduler, reports: Reports, **options: objec
 
 def test_a_check_is_the_comparison_with_full_prefill(engine: Engine, reports: Reports) -> None:
     """Agreement, divergence and deviation are those between the served prompt and `full_recompute`'s, computed alone."""
-    with guarded(engine, reports, guard_tokens=5) as scheduler:
+    with guarded(engine, reports) as scheduler:
         done = ask(engine, scheduler, reports, temperature=1.0, max_tokens=1)  # neither sampling nor a short answer matters
         quality = scheduler.quality("")
     blended, full = (
-        engine.answer(QUESTION, num_chunks=4, max_tokens=5, method=method) for method in ("blend", "full_recompute")
+        engine.answer(QUESTION, num_chunks=4, max_tokens=8, method=method) for method in ("blend", "full_recompute")
     )
     assert torch.equal(done.answer.first_logits, blended.first_logits)
     same = [one == other for one, other in zip(blended.token_ids, full.token_ids, strict=True)]
     served = reports[0].comparison
     assert served is not None
-    assert served.agreement == (same.index(False) if False in same else 5) / 5
+    assert served.agreement == (same.index(False) if False in same else 8) / 8
     log_full, log_blended = (answer.first_logits.double().log_softmax(-1) for answer in (full, blended))
     assert served.first_token_kl_nats == pytest.approx(float((log_full.exp() * (log_full - log_blended)).sum()), rel=1e-3)
     caches = []

@@ -18,6 +18,7 @@ from cacheblend.blend import LayerReport
 from cacheblend.service import Engine
 from cacheblend.service.engine.prefill import PrefillSteps
 from cacheblend.service.engine.request import Done, Failed, Request, namespace_of
+from cacheblend.service.serving import scheduler as scheduling
 from cacheblend.service.serving.scheduler import LAYERS_AHEAD, DeviceClock, Scheduler, SchedulerState, ServingConfig, Turns
 
 QUESTIONS = (QUESTION, "How is a class made?", "for?", "What does with do with a context manager that fails at exit?")
@@ -127,7 +128,8 @@ def test_prompts_take_turns(engine: Engine, turn_s: float, monkeypatch: pytest.M
             yield report
 
     monkeypatch.setattr(engine, "prefill_steps", noting)
-    with Scheduler(engine.fusor, ServingConfig(turn_s=turn_s)) as scheduler:
+    monkeypatch.setattr(scheduling, "TURN_S", turn_s)
+    with Scheduler(engine.fusor, ServingConfig()) as scheduler:
         clients = [serve(engine, scheduler, QUESTION, max_tokens=1, tenant="a", cache_salt="a1")]
         assert begun.wait(60)
         for tenant, salt in (("a", "a2"), ("b", "b1")):
@@ -153,7 +155,8 @@ def test_a_short_prompt_passes_a_long_one(engine: Engine, monkeypatch: pytest.Mo
         return (yield from steps(prepared))
 
     monkeypatch.setattr(engine, "prefill_steps", held_back)
-    with Scheduler(engine.fusor, ServingConfig(turn_s=0.0), lambda request, _: ended.append(request.namespace)) as scheduler:
+    monkeypatch.setattr(scheduling, "TURN_S", 0.0)
+    with Scheduler(engine.fusor, ServingConfig(), lambda request, _: ended.append(request.namespace)) as scheduler:
         long = serve(engine, scheduler, QUESTION, max_tokens=1, num_chunks=4, cache_salt="long")
         assert held.wait(60)
         short = [serve(engine, scheduler, QUESTION, max_tokens=1, num_chunks=number) for number in (2, 1)]
@@ -174,7 +177,8 @@ def test_a_paused_prompt_that_is_cancelled(engine: Engine, monkeypatch: pytest.M
         yield from steps(prepared)
 
     monkeypatch.setattr(engine, "prefill_steps", endless)
-    with Scheduler(engine.fusor, ServingConfig(turn_s=0.0)) as scheduler:
+    monkeypatch.setattr(scheduling, "TURN_S", 0.0)
+    with Scheduler(engine.fusor, ServingConfig()) as scheduler:
         long = serve(engine, scheduler, QUESTION, tenant="a", cache_salt="long")
         assert held.wait(60)
         assert isinstance(serve(engine, scheduler, QUESTION, tenant="b").result(), Done)
