@@ -23,8 +23,7 @@ class StoreConfig:
         remote_tenant: two tenants have no object in common.
 
     Raises:
-        ConfigError: an empty directory name, or a number of bytes that is not a positive integer; by the store, direct reads on
-            a file system without them.
+        ConfigError: an empty directory name, or a number of bytes that is not a positive integer.
     """
 
     directory: str | os.PathLike[str] = "cacheblend-store/kv"

@@ -20,7 +20,7 @@ from cacheblend.base.memory import HUGE_PAGE_BYTES, BufferPool, Bytes
 from .chunk import ChunkKey, ChunkKV, host_bytes
 from .codecs import CODECS, EncodedShape, LayerPair, LayerShape
 
-BLOCK_BYTES = 4096  # of direct reads and writes: offset, length and memory are multiples of it
+BLOCK_BYTES = 4096  # of direct writes: offset, length and memory are multiples of it
 PIECE_BYTES = 8 * 2**20  # of memory; a larger entry lies in several pieces, which others can use again
 PIECES = BufferPool(128 * 2**20, slack=9 / 8)  # what a piece's memory has too much, no budget counts
 
