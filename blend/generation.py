@@ -43,8 +43,8 @@ MAX_VECTORS = 256  # of 16 numbers each, for a KV head's queries: more do not fi
 class SequenceLayerKV:
     """One layer of a sequence's KV, which sees the last `window` positions, or all if that is None.
 
-    `memory_21HCD` is a buffer that begins with these keys and values and has free room after them; None to copy them.
-    `start` is the first one's position.
+    `memory_21HCD` is a buffer that begins with these keys and values and has free room after them, which the first sequence
+    that decodes after a prompt fills; None to copy them. `start` is the first one's position.
     """
 
     def __init__(

@@ -11,7 +11,8 @@ from .selector import Schedule, SelectionStep
 class TopDeviation:
     """HKVD tokens: the candidates of largest KV deviation; the schedule sets their number (paper §4.3, figure 9).
 
-    At ratio 0 layer 0 recomputes nothing either.
+    Keys are compared after their rotation, so that yarn and partial ropes are weighted as attention sees them. At ratio 0
+    layer 0 recomputes nothing either.
     """
 
     ratio: float
