@@ -145,11 +145,10 @@ def plan_blend(
     prefix = None if full else prefix
     exact = 0 if prefix is None else len(prefix.token_ids)
     before, after = prompt.prefix[exact:], prompt.suffix[max(0, exact - len(prompt.prefix)) :]
-    placed = zip(prompt.chunks, stored, alike, strict=True)
+    placed = list(zip(prompt.chunks, stored, alike, strict=True))
     parts = [_chunk_segment(chunk, kv, full=full or is_alike) for chunk, kv, is_alike in placed]
     segments = [*([] if prefix is None else [prefix]), BlendSegment(before), *parts, BlendSegment(after)]
     # 3. The misses, whose KV is computed and stored afterwards.
-    placed = zip(prompt.chunks, stored, alike, strict=True)
     misses = [chunk for chunk, kv, is_alike in placed if kv is None and chunk.key is not None and not is_alike]
     filled = tuple(segment for segment in segments if segment.token_ids)
     return BlendPlan(

@@ -112,16 +112,10 @@ class Prefiller:
         token_ids = request.prompt.token_ids
         finding = self._prefixes.find(token_ids, len(token_ids) - 1, request.namespace)
         with finding as prefix, LayerLoader(self._config.loader) as loader:
-            found = [] if prefix.run is None else [BlendSegment(prefix.run.token_ids, prefix.run, exact=True)]
-            segments = [*found, Segment(token_ids[prefix.tokens :])]
+            segments = [*filter(None, [prefix.segment]), Segment(token_ids[prefix.tokens :])]
             fused = yield from self._fusor.fuse_steps(segments, source=prefix.record(loader))
-            first, *others = *(segment.record for segment in found), *fresh_records(request.prompt, prefix.tokens)
-            request.prefill = Prefill(
-                fused=fused,
-                segments=(replace(first, key=prefix.key), *others),
-                loaded_bytes=loader.bytes_by_tier,
-                prefix=prefix,
-            )
+            records, loaded = prefix.records(request.prompt), loader.bytes_by_tier
+            request.prefill = Prefill(fused=fused, segments=records, loaded_bytes=loaded, prefix=prefix)
 
     def _exact(self, request: Request) -> PrefillSteps:
         """Run a hybrid's prompt, a piece a step, after the longest prefix whose states are held; with any method, exactly."""
@@ -139,10 +133,7 @@ class Prefiller:
             computed = (torch.arange(prefix.tokens, len(token_ids)),) * decoder.geometry.layers
             none_N = torch.zeros(len(token_ids))
             fused = FusionResult(logits_V, sequence.cache, token_ids, computed, computed, none_N, 0, prefix.tokens)
-            exact = [] if prefix.run is None else [BlendSegment(prefix.run.token_ids, prefix.run, exact=True).record]
-            first, *others = *exact, *fresh_records(request.prompt, prefix.tokens)
-            records = (replace(first, key=prefix.key), *others)
-            request.prefill = Prefill(fused=fused, segments=records, prefix=prefix)
+            request.prefill = Prefill(fused=fused, segments=prefix.records(request.prompt), prefix=prefix)
 
     def _blend(self, request: Request, ratio: float | None) -> PrefillSteps:
         """Reuse every chunk that is stored, at whatever place, and recompute `ratio` of it; missing ones are computed.
@@ -159,7 +150,13 @@ class Prefiller:
             ):
                 # 1. Plan: the ratio, or full recompute, and the segments with their KV.
                 parts = [chunk.part(kv) for chunk, kv in zip(prompt.chunks, prompt.by_chunk(stored), strict=True)]
-                policy = self.policy(ratio, widens=request.max_loss_nats is not None and ratio != 0)
+                policy = BlendPolicy(
+                    ratio=ratio,
+                    quality_ratio=self._config.loader.quality_ratio,
+                    controller=self.controller,
+                    work=self.work,
+                    widens=request.max_loss_nats is not None and ratio != 0,
+                )
                 plan = plan_blend(prompt, self._prefix_segment(prompt, prefix), parts, policy)
                 planned = time.perf_counter()
                 prefix.exact_tokens = plan.exact_tokens
@@ -185,16 +182,6 @@ class Prefiller:
                 return
         yield from self._full_recompute(request)  # entries that are damaged and cannot be set aside
 
-    def policy(self, ratio: float | None, *, widens: bool = False) -> BlendPolicy:
-        """How a blend's ratio is chosen: the one that a request asks for, or None for the controller's choice."""
-        return BlendPolicy(
-            ratio=ratio,
-            quality_ratio=self._config.loader.quality_ratio,
-            controller=self.controller,
-            work=self.work,
-            widens=widens,
-        )
-
     def fetch(self, prompt: PromptTokens) -> None:
         """Fetch the KV of a prompt's chunks that nothing but the remote tier has, while that is faster than computing it."""
         if not self._store.has_remote or self._fusor.exact_reason is not None:
@@ -216,7 +203,7 @@ class Prefiller:
         """The longest exact KV at hand that the prompt begins with."""
         if self._holds_prefix_of(prompt) and prefix.tokens <= len(prompt.prefix):
             return BlendSegment(prompt.prefix, self._prefix_kv, exact=True)
-        return None if prefix.run is None else BlendSegment(prefix.run.token_ids, prefix.run, exact=True)
+        return prefix.segment
 
     def _holds_prefix_of(self, prompt: PromptTokens) -> bool:
         is_exact = self._prefix_kv is not None and self._prefix_kv.model == self._fusor.exact_fingerprint(len(prompt))
@@ -302,10 +289,19 @@ class CachedPrefix:
         return 0 if self.run is None else len(self.run.token_ids)
 
     @property
-    def key(self) -> str | None:
-        """Hex of the run's last block, or of the first block where none was found; None where the prompt has none."""
+    def segment(self) -> BlendSegment | None:
+        """The run as a segment of the prompt; None where nothing was found."""
+        return None if self.run is None else BlendSegment(self.run.token_ids, self.run, exact=True)
+
+    def records(self, prompt: PromptTokens) -> tuple[PlannedSegment, ...]:
+        """Records of the run and of the prompt's other tokens, which are computed.
+
+        The first has the hash of the run's last block, or of the prompt's first block where nothing was found.
+        """
         digests = self.chain.digests[:1] if self.run is None else self.run.digests
-        return digests[-1].hex() if digests else None
+        key = digests[-1].hex() if digests else None
+        first, *others = *(one.record for one in (self.segment,) if one), *fresh_records(prompt, self.tokens)
+        return replace(first, key=key), *others
 
     def record(self, source: LayerSource) -> LayerSource:
         """Wrap a source so that its loaded layers are recorded; at the end of the fusion they hold the complete prompt."""
