@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from cacheblend.blend import FusionResult
 from cacheblend.blend.fidelity import first_token_kl_nats
-from cacheblend.eval.data.source import OWN_QUESTION
+from cacheblend.eval.data.source import OWN_QUESTION, answer_ids
 from cacheblend.eval.methods import rows_run
 from cacheblend.eval.metrics import GOLD_TOKENS, answer_nll_nats, equal_greedy_tokens, f1, normalize
 from cacheblend.eval.run.folder import has_random_weights
@@ -133,7 +133,7 @@ def _compare(engine: Engine, item: HandbookQuestion, answers: Mapping[str, tuple
     full_answer, full = answers["full_recompute"]
     positions = engine.fusor.max_positions
     room = GOLD_TOKENS if positions is None else min(GOLD_TOKENS, positions - len(full.token_ids))
-    golds = [engine.prompts.answer_ids(answer)[:room] for answer in item.answers]
+    golds = [answer_ids(engine.prompts, answer)[:room] for answer in item.answers]
     full_nll, gold = min((answer_nll_nats(engine.fusor, full, ids), ids) for ids in golds)
     replies = {}
     for method in METHODS:

@@ -42,7 +42,7 @@ from cacheblend.blend.models import DEFAULT_MODEL
 from cacheblend.eval.data.caching_embedder import CachingEmbedder
 from cacheblend.eval.data.file_source import read_examples
 from cacheblend.eval.data.request import Example, Passage
-from cacheblend.eval.data.source import SHORT_ANSWER
+from cacheblend.eval.data.source import SHORT_ANSWER, answer_ids
 from cacheblend.eval.metrics import answer_nll_nats, f1, normalize, paired_difference
 from cacheblend.retriever import (
     Document,
@@ -146,7 +146,7 @@ class Answerer:
         # 2. Answer from the same chunks by each method, full recompute first: it says which right answer is meant.
         marks: dict[str, dict[str, Any]] = {}
         chunks = [one.chunk for one in in_reading_order(found)]
-        golds = [ids for answer in example.answers if (ids := engine.prompts.answer_ids(answer))]
+        golds = [ids for answer in example.answers if (ids := answer_ids(engine.prompts, answer))]
         full_V = None
         for method in METHODS:
             request = engine.prepare(

@@ -135,6 +135,16 @@ def prompt_renderer(tokenizer: Any, wording: Wording) -> PromptRenderer:
     )
 
 
+def answer_ids(prompts: PromptRenderer, answer: str) -> list[int]:
+    """Token ids of an answer as it follows a question: after a space in a plain text, as it is after a chat template."""
+    before, ids = prompts.after_question, prompts.text_ids
+    if not before or before[-1].isspace():
+        return ids(answer)
+    # In one go, where the border holds: some tokenizers put a space of their own in front of a text.
+    before_ids, whole = ids(before), ids(f"{before} {answer}")
+    return whole[len(before_ids) :] if whole[: len(before_ids)] == before_ids else ids(f" {answer}")
+
+
 CHUNKINGS = ("split", "passage")
 ORDERS = ("retrieval", "reversed", "gold-middle")
 SEARCHED_CHUNKS = 6  # the paper's

@@ -16,7 +16,7 @@ from cacheblend.blend import FusionResult, Fusor
 from cacheblend.blend.fidelity import first_token_kl_nats, relative_kv_error
 from cacheblend.eval.compute import ModelCompute, compute_share
 from cacheblend.eval.data import Example, Request
-from cacheblend.eval.data.source import prompt_renderer
+from cacheblend.eval.data.source import answer_ids, prompt_renderer
 from cacheblend.eval.methods import (
     CacheHistory,
     EverythingCached,
@@ -47,7 +47,7 @@ class _Reference:
 
     full: FusionResult
     token_ids: list[int]
-    gold_ids: tuple[int, ...] = ()
+    gold_ids: Sequence[int] = ()
     gold_nll_nats: float = 0.0
 
 
@@ -115,7 +115,7 @@ class CaseRunner:
         positions = self._fusor.max_positions
         room = GOLD_TOKENS if positions is None else min(GOLD_TOKENS, positions - len(full.token_ids))
         answers = () if self._is_random else request.example.answers
-        golds = [ids for ids in (self._prompts.answer_ids(answer)[:room] for answer in answers) if ids]
+        golds = [ids for ids in (answer_ids(self._prompts, answer)[:room] for answer in answers) if ids]
         if not golds:
             return _Reference(full=full, token_ids=token_ids)
         nll_nats, gold_ids = min((answer_nll_nats(self._fusor, full, ids), ids) for ids in golds)

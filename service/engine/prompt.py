@@ -182,6 +182,7 @@ class PromptRenderer:
     Attributes:
         prefix: what the prompt of every question begins with.
         template: the model's chat template.
+        after_question: text after the question; empty where a chat template ends it.
 
     Raises:
         InputError: the chat template cannot be rendered, or drops the user's text.
@@ -201,7 +202,7 @@ class PromptRenderer:
         self._plain = PlainTokenizer(tokenizer)
         self.template = ChatTemplate(tokenizer, self._plain, is_used=chat)
         self._bos = self.template.opening_ids()
-        self._before_question, self._after_question = before_question, "" if self.template.is_used else after_question
+        self._before_question, self.after_question = before_question, "" if self.template.is_used else after_question
         kwargs = self.template.undated  # the prefix names stored KV, whatever the day
         self.prefix = self._frame([Message("user", "")], instruction, template_kwargs=kwargs, with_chunks=True).prefix
 
@@ -288,18 +289,9 @@ class PromptRenderer:
         """Token ids of a text of any length; special tokens in it stay plain text."""
         return self._plain.ids(text)
 
-    def answer_ids(self, answer: str) -> tuple[int, ...]:
-        """Token ids of an answer as it follows a question: after a space in a plain text, as it is after a chat template."""
-        before = self._after_question
-        if not before or before[-1].isspace():
-            return self._ids(answer)
-        # In one go, where the border holds: some tokenizers put a space of their own in front of a text.
-        before_ids, whole = self._ids(before), self._ids(f"{before} {answer}")
-        return whole[len(before_ids) :] if whole[: len(before_ids)] == before_ids else self._ids(f" {answer}")
-
     def _layout(self, frame: _Frame, question: str, *, with_chunks: bool) -> PromptTokens:
         # In one go: alone, the space at the end of "Question: " would be a token that no text has in this place.
-        asked = f"{self._before_question if with_chunks else ''}{question.strip()}{self._after_question}"
+        asked = f"{self._before_question if with_chunks else ''}{question.strip()}{self.after_question}"
         after: list[Piece] = [(asked, False), *frame.after]
         if with_chunks or not self.template.is_used:
             return PromptTokens(frame.prefix, self._joined(after))

@@ -13,6 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from cacheblend.blend import FusionConfig, FusionResult, Fusor, Segment
 from cacheblend.blend.fidelity import first_token_kl_nats
 from cacheblend.eval.compute import ModelCompute, compute_share
+from cacheblend.eval.data.source import answer_ids
 from cacheblend.eval.metrics import answer_nll_nats, equal_greedy_tokens
 from cacheblend.service.engine.prompt import PromptRenderer
 
@@ -138,6 +139,6 @@ def test_an_answer_is_tokenised_as_it_follows_the_prompt() -> None:
     decode, chat = tiny_tokenizer().decode, copy.copy(tiny_tokenizer())
     chat.chat_template = "<s>user: {{ messages[0]['content'] }}</s>assistant: "
     plain = PromptRenderer(tiny_tokenizer(), "Read.\n")
-    assert decode((*plain.question("What?").suffix, *plain.answer_ids("a loop"))) == "Question: What?\nAnswer: a loop"
-    assert decode(PromptRenderer(chat, "Read.\n").answer_ids("a loop")) == "a loop"
-    assert decode(PromptRenderer(chat, "Read.\n", chat=False).answer_ids("a loop")) == " a loop"
+    assert decode((*plain.question("What?").suffix, *answer_ids(plain, "a loop"))) == "Question: What?\nAnswer: a loop"
+    assert decode(answer_ids(PromptRenderer(chat, "Read.\n"), "a loop")) == "a loop"
+    assert decode(answer_ids(PromptRenderer(chat, "Read.\n", chat=False), "a loop")) == " a loop"
