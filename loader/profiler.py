@@ -16,6 +16,7 @@ import torch
 
 from cacheblend.base.errors import ConfigError, StoreError
 from cacheblend.base.files import make_folder
+from cacheblend.base.threads import Note
 from cacheblend.blend import FusionConfig, Fusor, KVGeometry, LayerKV, Prompt, Segment
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
 
@@ -35,7 +36,6 @@ QUESTION_TOKENS = 32
 LAYERS_TIMED = 5
 PATIENCE_S = 2.0
 
-Progress = Callable[[str, int, int], None]
 Sample = TypeVar("Sample", PrefillSample, LayerSample)
 
 
@@ -46,7 +46,7 @@ def measure_profile(
     *,
     chunk_tokens: int = 512,
     lengths: Sequence[int] | None = None,
-    on_progress: Progress | None = None,
+    on_progress: Note = lambda *_: None,
 ) -> Profile:
     """Measure a model on its device, and the tiers of the disk that a folder is on, in seconds to minutes.
 
@@ -71,8 +71,7 @@ def measure_profile(
         raise ConfigError("lengths", tuple(lengths), "at least one, each of 1 token or more")
     limit = fusor.max_positions or max(lengths)
     lengths = sorted({min(length, limit) for length in lengths})
-    report = on_progress or (lambda *_: None)
-    prefill, blend = _measure_rounds(fusor, lengths, patience_s, report)
+    prefill, blend = _measure_rounds(fusor, lengths, patience_s, on_progress)
     geometry = fusor.decoder.geometry
     profile = Profile(
         model=fusor.fingerprint,
@@ -85,12 +84,12 @@ def measure_profile(
         tiers=measure_tiers(geometry, directory, config, chunk_tokens=chunk_tokens),
     )
     steps = (REPEATS + 1) * len(prefill) + 1
-    report("profile", steps, steps)
+    on_progress("profile", steps, steps)
     return profile
 
 
 def _measure_rounds(
-    fusor: Fusor, lengths: Sequence[int], patience_s: float, report: Progress
+    fusor: Fusor, lengths: Sequence[int], patience_s: float, report: Note
 ) -> tuple[tuple[PrefillSample, ...], tuple[LayerSample, ...]]:
     """Medians of every length and ratio over the rounds; lengths after one whose prefill exceeded the patience are left out."""
     prefill: list[list[PrefillSample]] = []  # of each round

@@ -10,6 +10,7 @@ from .config import LoaderConfig
 from .estimators import Pipeline, RecomputeEstimator, load_seconds
 from .profile import Profile, TierSpeed
 
+QUESTION_TOKENS = 32  # fresh ones of a request
 NO_DELAY = 0.01  # of the prefill whose KV is in place already
 
 
@@ -52,7 +53,6 @@ def compare_devices(
     tokens: int,
     ratio: float = LoaderConfig().quality_ratio,
     chunk_tokens: int = 512,
-    question_tokens: int = 32,
     stored_tokens: int,
     schedule: Schedule | None = None,
 ) -> list[DeviceChoice]:
@@ -64,15 +64,14 @@ def compare_devices(
         tokens: reused tokens of a request.
         ratio: recompute ratio, 0 to 1.
         chunk_tokens: tokens of a chunk; each chunk is a read a layer.
-        question_tokens: fresh tokens of a request.
         stored_tokens: tokens whose KV is stored, for the price.
         schedule: of the selector; None for that of `FusionConfig()`.
     """
-    steps = RecomputeEstimator(profile, schedule or FusionConfig().schedule).steps(ratio, tokens, question_tokens)
+    steps = RecomputeEstimator(profile, schedule or FusionConfig().schedule).steps(ratio, tokens, QUESTION_TOKENS)
     compute_s = [step_s for step_s, _ in steps]
     chunks, last = divmod(tokens, chunk_tokens)
     reads = [("", size * profile.layer_token_bytes) for size in (*[chunk_tokens] * chunks, last) if size]
-    lookahead = LoaderConfig().lookahead_layers((tokens + question_tokens) * profile.layer_token_bytes)
+    lookahead = LoaderConfig().lookahead_layers((tokens + QUESTION_TOKENS) * profile.layer_token_bytes)
     stored_gb = stored_tokens * profile.layers * profile.layer_token_bytes / 1e9
     choices = []
     for device in devices:

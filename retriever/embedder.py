@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
 import importlib.util
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from threadpoolctl import ThreadpoolController
 
 from cacheblend.base.errors import RetrieverError
+from cacheblend.base.files import file_sha256
 from cacheblend.base.threads import in_own_thread
 
 from .config import DEFAULT_EMBEDDER
@@ -60,8 +60,7 @@ def verify_weights(path: Path) -> None:
         RetrieverError: the file is missing or another one.
     """
     try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = file_sha256(path)
     except OSError as error:
         raise RetrieverError(f"cannot read {path}: {error.strerror}; {_REINSTALL}") from error
     if digest != OFFLINE_WEIGHTS_SHA256:

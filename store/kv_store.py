@@ -206,7 +206,7 @@ class KVStore(Closing):
         """Every entry on NVMe, the least recently used first."""
         return sorted(self._live.catalog.entries(), key=lambda row: (row.used_ns, row.key.digest))
 
-    def verify(self, *, repair: bool = False, on_progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+    def verify(self, *, repair: bool = False, on_progress: Callable[[int, int], None] = lambda *_: None) -> VerifyReport:
         """Check every file, header, layer and row; with `repair`, repair what can be. See `VerifyReport`.
 
         `on_progress` is called with entries done and entries in all.

@@ -235,7 +235,7 @@ class NvmeTier:
                 path.unlink()
             return len(leftovers)
 
-    def verify(self, *, repair: bool, on_progress: Callable[[int, int], None] | None) -> VerifyReport:
+    def verify(self, *, repair: bool, on_progress: Callable[[int, int], None]) -> VerifyReport:
         """Compare catalog and files, and check every header and layer; see `KVStore.verify`. The store may be in use."""
         leftovers = self.leftovers(remove=repair)
         with self.exclusive():
@@ -254,8 +254,7 @@ class NvmeTier:
                     self.adopt(self.folder.entry_path(digest))
                 elif repair:
                     self.set_aside(digest, range(row.layers))
-            if on_progress is not None:
-                on_progress(entries, max(entries, total))
+            on_progress(entries, max(entries, total))
         for path in self.folder.entry_files():
             with self.exclusive():
                 if path.name not in self.catalog and path.exists():

@@ -25,8 +25,7 @@ def test_the_papers_figure() -> None:
         device("fast enough, dearer", layer_bytes / recompute_s, 0.5),
     ]
     paper = FusionConfig(selector="gradual").schedule
-    tokens = {"tokens": TOKENS, "question_tokens": 1, "stored_tokens": TOKENS}
-    choices = compare_devices(linear_profile(), devices, **tokens, ratio=0.15, schedule=paper)
+    choices = compare_devices(linear_profile(), devices, tokens=TOKENS, stored_tokens=TOKENS, ratio=0.15, schedule=paper)
     assert [choice.device for choice in choices] == [
         "slow and cheap",
         "just fast enough",
