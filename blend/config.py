@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.base.options import option
+from cacheblend.base.options import check_share, option
 
 if TYPE_CHECKING:
     from .selectors import Schedule, Selector
@@ -54,9 +54,9 @@ class FusionConfig:
     )
 
     def __post_init__(self) -> None:
-        ratio, nats = self.recompute_ratio, self.max_loss_nats
-        if ratio is not None and (isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1):
-            raise ConfigError("recompute_ratio", ratio, "a number from 0 to 1")
+        nats = self.max_loss_nats
+        if self.recompute_ratio is not None:
+            check_share("recompute_ratio", self.recompute_ratio)
         if nats is not None and (isinstance(nats, bool) or not isinstance(nats, int | float) or not nats > 0):
             raise ConfigError("max_loss_nats", nats, "a number above 0; recompute_ratio=1 loses nothing")
         if nats is not None and self.selector in SELECTOR_NAMES[1:]:

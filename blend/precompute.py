@@ -34,9 +34,6 @@ class ChunkContext:
         filler_ids: token ids of the filler passages that every chunk follows; they end as a chunk does.
         document_tokens: tokens of the windows in which a document is read, so that a chunk follows its document's earlier text;
             with 0 a chunk follows the filler only.
-
-    Raises:
-        ConfigError: the number of tokens is negative.
     """
 
     filler_ids: tuple[int, ...] = ()

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from cacheblend.base.errors import InputError, RetrieverError
 from cacheblend.base.files import make_folder
+from cacheblend.base.options import is_whole
 from cacheblend.base.threads import Progress, in_groups
 
 from .catalog import Catalog
@@ -198,7 +199,7 @@ class Retriever(IndexedDocuments):
         """
         if not isinstance(question, str) or not question.strip():
             raise InputError(f"question={question!r} is empty; ask something")
-        if not isinstance(num_chunks, int) or isinstance(num_chunks, bool) or num_chunks < 1:
+        if not is_whole(num_chunks) or num_chunks < 1:
             raise InputError(f"num_chunks={num_chunks!r} is not allowed: ask for a whole number of chunks, at least 1")
         meets = MetadataFilter.of(filter or {})
         with self._lock, self._catalog.snapshot():

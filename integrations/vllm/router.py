@@ -27,7 +27,7 @@ from starlette.types import Message as Event
 from cacheblend.base.errors import CacheBlendError, InputError, RetrieverError, StoreError
 from cacheblend.base.files import make_folder
 from cacheblend.blend.loading import load_tokenizer
-from cacheblend.retriever import Document, EmbeddedDocument, PlainTokenizer, RetrieverConfig, Splitter
+from cacheblend.retriever import Document, EmbeddedDocument, RetrieverConfig, Splitter
 from cacheblend.retriever.catalog import Catalog
 from cacheblend.retriever.index import INDEX_FILE, IndexedDocuments
 from cacheblend.retriever.passages import Passage
@@ -77,7 +77,6 @@ class PromptMarker:
         self._finds_passages, self._render, self._naming = config.engine.find_passages, render, naming
         self._default_variables = variables
         self._seen = AdmissionFilter(REMEMBERED)
-        self._plain = PlainTokenizer(tokenizer)
         self._splitter = Splitter(tokenizer, RetrieverConfig(chunk_tokens=config.engine.retriever.chunk_tokens))
         self._around_documents = PromptRenderer(tokenizer, config.engine.instruction, max_positions=max_positions)
         offline, own = config.engine.retriever_config().directory, config.engine.vllm_dir
@@ -178,8 +177,8 @@ class PromptMarker:
     def _stored_text(self, passage: FoundPassage) -> StoredText:
         """The text whose KV a passage's is a part of, from its first token on that is not of a title."""
         if (chunk := passage.chunk) is None:
-            return StoredText(tuple(self._plain.ids(passage.text)), 0, (), is_ingested=False)
-        start = len(self._plain.ids(chunk.text.partition(passage.text)[0].lstrip()))
+            return StoredText(tuple(self._around_documents.text_ids(passage.text)), 0, (), is_ingested=False)
+        start = len(self._around_documents.text_ids(chunk.text.partition(passage.text)[0].lstrip()))
         earlier = next((before for _, contexts in self._indexes if (before := contexts.of_prompt([chunk])[0])), ())
         return StoredText(chunk.token_ids, start, earlier, is_ingested=True)
 

@@ -272,27 +272,23 @@ def _without_links_out(files: Sequence[Path], root: Path, skipped: dict[str, str
     return own
 
 
-def _refuse(place: str, why: str) -> None:
-    raise InputError(f"{place}: {why}")
-
-
 def file_documents(
     path: Path,
     id_: str,
     converter: FileConverter,
     *,
+    fault: Fault,
     title: str | None = None,
     where: str | None = None,
     check: Callable[[], None] = lambda: None,
     max_bytes: int | None = None,
-    fault: Fault = _refuse,
 ) -> Iterator[Document]:
     """The documents of a file; see `DocumentStream`.
 
     Parts of it have their place appended to `id_`; `where` names it in messages, in place of its path. A text that begins with
     no title has `title`; left out, the file's name. `check` is called once a line, and again and again during a conversion;
     what it raises ends the reading. `max_bytes` bounds JSON lines, unpacked. `fault` is called with the place and the fault of
-    a line or a page that is no document; left out, the first one is raised.
+    a line or a page that is no document.
 
     Raises:
         InputError: the file is no document. NoTextError: it is empty, or of an unknown kind and no text.

@@ -113,7 +113,7 @@ class Engine:
             self.prefixes = PrefixCache(self.fusor, config.prefix_budget_bytes)
             controller = find_controller(config, self.fusor) if self.fusor.exact_reason is None else None
             self._prefiller = Prefiller(self.fusor, self.store, self.prefixes, encoder, self.background, config, controller)
-            self._passages = PassageReuse(self, encoder, partial(self._prompt_chunks, brought=False))
+            self._passages = PassageReuse(self, encoder)
             others = [config.vllm_dir] if (config.vllm_dir / INDEX_FILE).is_file() else []
             indexes = [self.retriever, *(opened.enter_context(IndexedDocuments.open(folder)) for folder in others)]
             to_add = DocumentEncoder(encoder, self.retriever, self.store)
@@ -227,6 +227,17 @@ class Engine:
         check_characters(sum(len(text) for _, text in texts), self.fusor.max_positions)
         return passages_of(texts, self.retriever.passages) if self.config.find_passages else ()
 
+    def prompt_chunks(self, chunks: Sequence[Chunk], namespace: str, *, brought: bool = False) -> tuple[PromptChunk, ...]:
+        """The rows of a prompt's chunks."""
+        rows: list[PromptChunk] = []
+        for chunk, earlier in zip(chunks, self._contexts.of_prompt(chunks), strict=True):
+            version = chunk.document_id, chunk.version
+            # A text that was brought is an ingested document's only as long as it is ingested as it is.
+            is_ingested = not brought or self.retriever.version(chunk.document_id) == chunk.version
+            key = self._encoder.key(chunk.token_ids, earlier, namespace)
+            rows.append(PromptChunk(chunk.token_ids, key, version if is_ingested else None, earlier))
+        return tuple(rows)
+
     def explain(self, layout: PromptTokens, passages: Sequence[FoundPassage], cache_salt: str = "") -> dict[str, Any]:
         """The passages of a prompt without chunks, and how many of its tokens a blend would reuse; notes nothing."""
         return self._passages.explain(layout, passages, namespace_of(cache_salt))
@@ -279,7 +290,7 @@ class Engine:
         retrieved, chunks = time.perf_counter(), [one.chunk for one in scored]
         # 3. Lay out the prompt.
         namespace = namespace_of(asked.cache_salt)
-        prompt = replace(layout, chunks=self._prompt_chunks(chunks, namespace, brought=asked.documents is not None))
+        prompt = replace(layout, chunks=self.prompt_chunks(chunks, namespace, brought=asked.documents is not None))
         blends = asked.method in ("blend", "full_reuse")
         if asked.passages and blends and self.fusor.exact_reason is None:
             prompt = self._passages.cut(prompt, asked.passages, namespace)
@@ -370,17 +381,6 @@ class Engine:
             split = [given] if isinstance(given, Chunk) else self.retriever.splitter.split(given, check)
             chunks += [ScoredChunk(chunk, math.nan) for chunk in split]
         return chunks
-
-    def _prompt_chunks(self, chunks: Sequence[Chunk], namespace: str, *, brought: bool) -> tuple[PromptChunk, ...]:
-        """The rows of a prompt's chunks."""
-        rows: list[PromptChunk] = []
-        for chunk, earlier in zip(chunks, self._contexts.of_prompt(chunks), strict=True):
-            version = chunk.document_id, chunk.version
-            # A text that was brought is an ingested document's only as long as it is ingested as it is.
-            is_ingested = not brought or self.retriever.version(chunk.document_id) == chunk.version
-            key = self._encoder.key(chunk.token_ids, earlier, namespace)
-            rows.append(PromptChunk(chunk.token_ids, key, version if is_ingested else None, earlier))
-        return tuple(rows)
 
     def _check_open(self) -> None:
         if self._closed:

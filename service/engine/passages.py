@@ -96,13 +96,10 @@ class PassageReuse:
     Args:
         engine: with the store, the index and the prefix cache.
         naming: names passages' KV.
-        rows: the rows of a prompt's chunks, by `Engine.prepare`.
     """
 
-    def __init__(
-        self, engine: Engine, naming: ChunkNaming, rows: Callable[[Sequence[Chunk], str], tuple[PromptChunk, ...]]
-    ) -> None:
-        self._engine, self._naming, self._rows = engine, naming, rows
+    def __init__(self, engine: Engine, naming: ChunkNaming) -> None:
+        self._engine, self._naming = engine, naming
         self._seen = AdmissionFilter(REMEMBERED)
 
     def cut(self, prompt: PromptTokens, found: Sequence[FoundPassage], namespace: str) -> PromptTokens:
@@ -155,7 +152,7 @@ class PassageReuse:
 
     def _chunks(self, found: Sequence[FoundPassage], namespace: str) -> Iterator[tuple[PromptChunk, int]]:
         """Each passage with the key of its KV, and how many tokens of that, those of a title, are not in the prompt."""
-        rows = iter(self._rows([one.chunk for one in found if one.chunk is not None], namespace))
+        rows = iter(self._engine.prompt_chunks([one.chunk for one in found if one.chunk is not None], namespace))
         for one in found:
             if one.chunk is None:
                 token_ids = tuple(self._engine.prompts.text_ids(one.text))
