@@ -1,4 +1,4 @@
-"""What every test needs: no network, and no trace in the user's folders."""
+"""What every test needs: no network, and no trace in the user's folders; and what several folders' tests share."""
 
 import asyncio
 import os
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from remote_servers import RedisServer
 
 from cacheblend.base.files import user_cache_folder
 
@@ -25,6 +26,20 @@ def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # where digests of weights are remembered
         yield
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty folder of models and of what is computed once, for the test alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A server that the test may kill."""
+    server = RedisServer(tmp_path_factory.mktemp("r"))
+    yield server
+    server.kill()
 
 
 @pytest.fixture

@@ -24,13 +24,9 @@ from cacheblend.blend import Fusor, Segment, loading, models
 from cacheblend.blend.gguf_file import converted_folder
 from cacheblend.blend.models import KNOWN_MODELS, KnownModel, Licence, fetch_model, find_model
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 PARTS = 3
 Packages = tuple[KnownModel, Callable[[str, str, Path], Path]]
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture

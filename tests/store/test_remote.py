@@ -38,14 +38,6 @@ LONG_S = 30.0  # a deadline that everything meets
 OpenShared = Callable[..., KVStore]
 
 
-@pytest.fixture
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A server that the test may kill."""
-    server = RedisServer(tmp_path_factory.mktemp("r"))
-    yield server
-    server.kill()
-
-
 @pytest.fixture(scope="session")
 def s3_bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with s3_server(tmp_path_factory.mktemp("s3")) as url:

@@ -14,10 +14,7 @@ from cacheblend.blend.decoder import Decoder
 from cacheblend.blend.models import find_model
 from cacheblend.loader import write_profile
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def _pretend_fetched(name: str) -> Path:

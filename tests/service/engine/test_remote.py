@@ -1,7 +1,7 @@
 """Engines that share a remote tier: KV of one is a hit at another, and faults of the server never reach an answer."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,13 +13,6 @@ from cacheblend.store.remote import KEY_PREFIX, RemoteStats
 
 BROUGHT = [{"title": str(document["title"]), "text": str(document["text"])} for document in DOCUMENTS[:2]]
 TIMEOUT_S = 0.5
-
-
-@pytest.fixture
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("r"))
-    yield server
-    server.kill()
 
 
 @pytest.fixture
