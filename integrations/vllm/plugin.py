@@ -11,6 +11,7 @@ SUPPORTED = "0.32"  # the minor version whose internals `runner` and `connector`
 # Defaults in vLLM's processes. oneDNN and PyTorch over it keep up to 1,024 kernels of a MB each, one for every number of rows
 # that a weight has met; prefills have others each. The connector works in Model Runner V1, which is no GPU's default.
 VARIABLES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+CLOSE_S = 15  # in which a store writes what waits when vLLM stops, if nobody sets `--shutdown-timeout`
 
 
 def register() -> None:
@@ -21,6 +22,7 @@ def register() -> None:
     from vllm import __version__
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.v1.engine import utils as engine_processes
     from vllm.v1.worker.gpu_worker import Worker
 
     if CONNECTOR not in KVConnectorFactory._registry:
@@ -36,6 +38,9 @@ def register() -> None:
         if has_connector and transfer.kv_connector != CONNECTOR:
             raise UnsupportedModelError(f"{CONNECTOR} does not work inside {transfer.kv_connector}; name it by itself")
         if has_connector and not self.model_config.is_hybrid:
+            engine_processes.get_engine_process_shutdown_timeout = _seconds_to_end
+            if self.parallel_config.data_parallel_size > 1:  # which engines of dense models do not see
+                raise UnsupportedModelError(f"{CONNECTOR} does not work with data parallelism; leave it out")
             for variable, value in VARIABLES.items():
                 os.environ.setdefault(variable, value)
             if scheduling.disable_hybrid_kv_cache_manager is None:
@@ -54,6 +59,11 @@ def register() -> None:
     VllmConfig.__post_init__ = complete_config
     Worker.initialize_from_config = initialize_from_config
     Worker.cacheblend_precompute = _precompute
+
+
+def _seconds_to_end(request_s: float | None, process_s: float | None) -> float | None:
+    """Seconds after which vLLM kills its engine's process: by its own default none, and then the store could not close."""
+    return process_s if request_s or process_s else CLOSE_S
 
 
 def _connector() -> Any | None:

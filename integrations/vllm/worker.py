@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .runner import VllmRunner
 
 logger = logging.getLogger(__name__)
-MAX_WAITING_MISSES = 4096
+MAX_WAITING_MISSES = 64  # vLLM pauses and stops only after them; a later request misses the others again
 BUSY_STEPS_A_MISS = 64  # beside running requests a missed chunk is computed no more often
 # A layer's cost that grows with the prompt and not with its rows: for so many tokens KV is copied, rotated and written in the
 # time of one row.
