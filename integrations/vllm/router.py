@@ -9,6 +9,7 @@ them in the token ids that vLLM makes. It sends the ids on with the marks; all e
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
@@ -43,11 +44,12 @@ from .scheduler import PARAMS_KEY, Marks, StoredText
 
 logger = logging.getLogger(__name__)
 BUSY_S = 0.2  # until the workers are asked again, whose disk is behind
-# A request with one of these is marked by somebody else, or its prompt is not that of its texts.
-LEFT_TO_VLLM = ("kv_transfer_params", "echo", "suffix", "prompt_embeds", "truncate_prompt_tokens")
+# The prompt of a request with one of these is not that of its texts.
+LEFT_TO_VLLM = ("echo", "suffix", "prompt_embeds", "truncate_prompt_tokens")
 CHAT, COMPLETIONS, DOCUMENTS = "/v1/chat/completions", "/v1/completions", "/v1/cacheblend/documents"
 # A chat over documents with one of these needs what vLLM's own rendering does with it.
 RENDERED_BY_VLLM = ("tools", "chat_template", "continue_final_message", "echo", "truncate_prompt_tokens")
+SURROGATES = re.compile("[\ud800-\udfff]")
 Render = Callable[[str, dict[str, Any]], Sequence[int]]
 
 
@@ -75,7 +77,7 @@ class PromptMarker:
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._finds_passages, self._render, self._naming = config.engine.find_passages, render, naming
-        self._default_variables = variables
+        self._default_variables, self._template = variables, str(tokenizer.chat_template)
         self._seen = AdmissionFilter(REMEMBERED)
         self._splitter = Splitter(tokenizer, RetrieverConfig(chunk_tokens=config.engine.retriever.chunk_tokens))
         self._around_documents = PromptRenderer(tokenizer, config.engine.instruction, max_positions=max_positions)
@@ -105,16 +107,18 @@ class PromptMarker:
             text = text[0] if isinstance(text, list) and len(text) == 1 else text
             return self._with_passages(path, body, [Message("user", text)]) if isinstance(text, str) else None
         messages, found = _messages(body.get("messages")), body.get("documents")
-        if messages is None or not found:
+        if not found:
             return None if messages is None else self._with_passages(path, body, messages)
-        variables = self._variables(body)
-        is_question = messages[-1].role == "user" and "tool" not in [one.role for one in messages]
-        is_question = is_question and body.get("add_generation_prompt") is not False
-        if any(body.get(name) for name in RENDERED_BY_VLLM) or not is_question or variables is None:
-            return None
+        is_rendered = any(body.get(name) for name in RENDERED_BY_VLLM) or body.get("add_generation_prompt") is False
+        if messages is None or is_rendered or "tool" in [one.role for one in messages]:
+            if re.search(r"\bdocuments\b", str(body.get("chat_template") or self._template)):
+                return None
+            without = f"tools' results, {', '.join(RENDERED_BY_VLLM)} and add_generation_prompt: false"
+            remedy = f"send them with messages of text that end with the user's, and without {without}"
+            raise InputError(f"documents: the model's chat template leaves them out; {remedy}")
         if not isinstance(found, list):
             raise InputError(f'documents: give a list of objects {{"title", "text"}}, not {type(found).__name__}')
-        layout = self._around_documents.chat(messages, with_chunks=True, template_kwargs=variables)
+        layout = self._around_documents.chat(messages, with_chunks=True, template_kwargs=self._variables(body))
         documents = [self.split(document).token_ids for document in found]
         chunks = list(chain.from_iterable(documents))
         marks = {
@@ -124,11 +128,11 @@ class PromptMarker:
         others = {name: value for name, value in body.items() if name != "documents"}
         return self._with_marks(path, others, [*layout.prefix, *chain.from_iterable(chunks), *layout.suffix], marks)
 
-    def _variables(self, body: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The chat template's variables of a request, as vLLM has them: those that it knows. None for what is no object."""
+    def _variables(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The chat template's variables of a request, as vLLM has them: those that it knows; InputError for no object."""
         asked, effort = body.get("chat_template_kwargs") or {}, body.get("reasoning_effort")
         if not isinstance(asked, Mapping):
-            return None
+            raise InputError("chat_template_kwargs: give an object")
         of_effort = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
         known = self._around_documents.template.variables
         return {name: value for name, value in {**self._default_variables, **of_effort, **asked}.items() if name in known}
@@ -153,7 +157,10 @@ class PromptMarker:
 
     def _with_passages(self, path: str, body: dict[str, Any], messages: Sequence[Message]) -> dict[str, Any] | None:
         """The request with passages marked that are ingested, or came in an earlier one of its salt; None if there are none."""
-        if not self._finds_passages or any(body.get(name) for name in LEFT_TO_VLLM):
+        params = body.get("kv_transfer_params")
+        asked = params.get(PARAMS_KEY) if isinstance(params, Mapping) and len(params) == 1 else None
+        is_marked = bool(params) and (not isinstance(asked, Mapping) or "chunks" in asked)
+        if not self._finds_passages or is_marked or any(body.get(name) for name in LEFT_TO_VLLM):
             return None
         salt = str(body.get("cache_salt"))
         try:
@@ -176,7 +183,7 @@ class PromptMarker:
 
     def _stored_text(self, passage: FoundPassage) -> StoredText:
         """The text whose KV a passage's is a part of, from its first token on that is not of a title."""
-        if (chunk := passage.chunk) is None:
+        if (chunk := passage.chunk) is None or self._splitter.token_ids(chunk.text) != chunk.token_ids:  # another model's
             return StoredText(tuple(self._around_documents.text_ids(passage.text)), 0, (), is_ingested=False)
         start = len(self._around_documents.text_ids(chunk.text.partition(passage.text)[0].lstrip()))
         earlier = next((before for _, contexts in self._indexes if (before := contexts.of_prompt([chunk])[0])), ())
@@ -297,10 +304,11 @@ class ChunkMarking:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Mark a request's chunks, and pass it on."""
-        if scope["type"] != "http" or scope.get("method") != "POST" or scope.get("path") not in (CHAT, COMPLETIONS):
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if scope["type"] != "http" or scope["method"] != "POST" or path not in (CHAT, COMPLETIONS):
             return await self._app(scope, receive, send)
         try:
-            marked = await self._routes.mark(scope["path"], await Request(scope, receive).body())
+            marked = await self._routes.mark(path, await Request(scope, receive).body())
         except ClientDisconnect:
             return None
         except CacheBlendError as error:
@@ -323,12 +331,14 @@ def _messages(messages: Any) -> list[Message] | None:
             return None
         content = message.get("content")
         if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-            content = "".join(str(part.get("text", "")) for part in content)
+            texts = [part.get("text") for part in content]
+            content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
         content = "" if content is None and message.get("tool_calls") else content
-        if not isinstance(content, str) or message.get("role") not in ("system", "user", "assistant", "tool"):
+        role: Any = "system" if message.get("role") == "developer" else message.get("role")
+        if not isinstance(content, str) or SURROGATES.search(content) or role not in ("system", "user", "assistant", "tool"):
             return None
-        thoughts = message.get("reasoning_content") or message.get("reasoning") if message["role"] == "assistant" else None
-        found.append(Message(message["role"], content, thoughts=thoughts if isinstance(thoughts, str) else ""))
+        thoughts = message.get("reasoning_content") or message.get("reasoning") if role == "assistant" else None
+        found.append(Message(role, content, thoughts=thoughts if isinstance(thoughts, str) else ""))
     return found if found and found[-1].role in ("user", "tool") else None
 
 

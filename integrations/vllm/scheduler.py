@@ -59,7 +59,7 @@ class Marks(BaseModel, frozen=True, extra="forbid"):
     chunk is a document of its own. Where a chunk's KV is of more tokens than stand in the prompt, `stored` says of which.
     """
 
-    chunks: tuple[tuple[Whole, Whole], ...]  # (start, stop) token positions of each, in order, without overlap
+    chunks: tuple[tuple[Whole, Whole], ...] = ()  # (start, stop) token positions of each, in order, without overlap
     documents: tuple[Annotated[int, Field(strict=True)], ...] | None = None  # the number of each chunk's document
     ratio: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None  # recompute ratio; None for the connector's
     stored: tuple[StoredText, ...] | None = None  # of each chunk

@@ -7,6 +7,7 @@ import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +44,14 @@ KEY = "a key of vLLM"
 RULES = " ".join(f"Rule {number}: trains to town {number} are booked by the office. </s>" for number in range(12))
 DOCS = [{"title": "Travel", "text": RULES}, {"text": "Lunch is at noon, and free on Fridays."}]
 QUESTION = {"role": "user", "content": "Who books trains?"}
-LEFT = {"tools": [{}]}, {"truncate_prompt_tokens": 9}, {"add_generation_prompt": False}, {"chat_template_kwargs": "no object"}
+CALLED = {"role": "tool", "content": "Rules"}
+IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
+LEFT = (
+    *({"tools": [{}]}, {"truncate_prompt_tokens": 9}, {"add_generation_prompt": False}),
+    *({"messages": [IMAGE]}, {"messages": "hi"}, {"messages": [QUESTION, CALLED, QUESTION]}, {"messages": [QUESTION, CALLED]}),
+    {"messages": [QUESTION, {"role": "assistant", "content": "well,"}]},
+    *({"messages": [{**QUESTION, "content": text}]} for text in ("cut \ud83d", [{"type": "text", "text": None}])),
+)
 NAMING = ChunkNaming((), ChunkContext(), "model", "raw")
 
 
@@ -105,7 +113,8 @@ def test_a_chats_documents_stand_before_its_question(marker: PromptMarker, token
     assert marked["messages"] == [QUESTION]
     assert marked["max_tokens"] == 4
     asked = {"cacheblend": {"ratio": 0.3}, "other": 1}
-    again = marker.mark(CHAT, {"messages": [QUESTION], "documents": DOCS, "kv_transfer_params": asked})
+    told = {"role": "developer", "content": "Be short."}
+    again = marker.mark(CHAT, {"messages": [told, QUESTION], "documents": DOCS, "kv_transfer_params": asked})
     assert again is not None
     assert (again["kv_transfer_params"]["cacheblend"]["ratio"], again["kv_transfer_params"]["other"]) == (0.3, 1)
 
@@ -142,7 +151,9 @@ def test_passages_that_came_before_are_marked(marker: PromptMarker, tokenizer: A
     earlier = {"role": "user", "content": f"<source>{TRAINS[0]}</source>"}, {"role": "assistant", "content": "Yes."}
     assert [mark("1", "So?", *earlier) for _ in range(2)] == [TRAINS, TRAINS]
     assert mark("1", "So?", with_sources("01", "Who?"), earlier[1], cache_salt="other") == [*TRAINS, TRAINS[1]]
-    assert mark("1", "So?", kv_transfer_params={"other": 1}) == []
+    assert mark("1", "So?", kv_transfer_params={"cacheblend": {"ratio": 0.3}}) == TRAINS[1:]
+    for params in ({"other": 1}, {"cacheblend": {"chunks": [[0, 4]]}}):
+        assert mark("1", "So?", kv_transfer_params=params) == []
     for prompt in (given := f"[1] {TRAINS[1]}\nQuestion: who?", [given]):
         assert stored_texts(tokenizer, marker.mark(COMPLETIONS, {"prompt": prompt})) == TRAINS[1:]
 
@@ -189,6 +200,9 @@ def test_ingested_texts_are_marked_at_once(
         assert cut.keys == [naming.key(chunks[n], earlier[n], namespace_of(salt or "")) for n in (1, 0)]
         assert sum(len(chunk.token_ids) for chunk in cut.chunks if chunk.key) >= 0.8 * sum(map(len, chunks[:2]))
     assert marker.mark(COMPLETIONS, {"prompt": f"Answer ({texts[1][:-20]})"}) is None
+    other = make_marker(train_tokenizer(python_help()[30:50], ModelShape(vocab=900, max_positions=2048)))
+    marked = [other.mark(COMPLETIONS, {"prompt": f"<source>{RULES}</source> {place}"}) for place in "ab"]
+    assert [one is None for one in marked] == [True, False]  # for another model they are as texts that nobody ingested
 
 
 def test_thinking_is_the_templates(make_marker: Callable[..., PromptMarker]) -> None:
@@ -211,21 +225,27 @@ def test_thinking_is_the_templates(make_marker: Callable[..., PromptMarker]) -> 
     ("path", "body"),
     [
         (CHAT, {"messages": [QUESTION]}),
-        *((CHAT, {"messages": [QUESTION], "documents": DOCS, **more}) for more in LEFT),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}], "documents": DOCS}),
-        (CHAT, {"messages": "hi", "documents": DOCS}),
         (CHAT, {"messages": ["hi"]}),
-        (CHAT, {"messages": [QUESTION, {"role": "tool", "content": RULES}, QUESTION], "documents": DOCS}),
-        (CHAT, {"messages": [QUESTION, {"role": "assistant", "content": "well,"}], "documents": DOCS}),
         (COMPLETIONS, {"prompt": [1, 2, 3]}),
         (COMPLETIONS, {"prompt": "no passage"}),
         (COMPLETIONS, {"prompt": RULES, "echo": True}),
-        (CHAT, {"messages": [QUESTION, {"role": "tool", "content": RULES}], "documents": DOCS}),
     ],
 )
 def test_what_is_vllms_as_it_is(marker: PromptMarker, path: str, body: dict[str, Any]) -> None:
     """Requests without chunks, and those whose rendering is vLLM's own business, go on as they came."""
     assert marker.mark(path, body) is None
+
+
+def test_documents_that_only_a_template_could_write(make_marker: Callable[..., PromptMarker], tokenizer: Any) -> None:
+    """A chat that vLLM must render keeps its documents where the model's template writes them, and is refused elsewhere."""
+    writing = deepcopy(tokenizer)
+    writing.chat_template += "{% for one in documents or () %}{{ one.text }}{% endfor %}"
+    marker, other = make_marker(writing), make_marker()
+    for more in LEFT:
+        body = {"messages": [QUESTION], "documents": DOCS, **more}
+        assert marker.mark(CHAT, body) is None
+        with pytest.raises(InputError, match="leaves them out"):
+            other.mark(CHAT, body)
 
 
 @pytest.mark.parametrize("documents", [["text"], [{"title": "no text"}], [{"text": "  "}], 5, "text", {"text": "a text"}])
@@ -286,6 +306,10 @@ def test_bodies_pass_the_middleware(client: TestClient) -> None:
     """A marked body is longer; one that is not a request, or is for another route, is the same to the byte; errors are 400."""
     marked = json.loads(client.post(CHAT, json={"messages": [QUESTION], "documents": DOCS}).json()["got"])
     assert marked["kv_transfer_params"]["prompt_token_ids"]
+    behind_proxy = TestClient(client.app, root_path="/llm").post(
+        f"/llm{CHAT}", json={"messages": [QUESTION], "documents": DOCS}
+    )
+    assert json.loads(behind_proxy.json()["got"]) == marked
     others = (CHAT, b"{not json"), (CHAT, b"[1]"), (CHAT, b"[" * 100_000)
     for path, body in (*others, ("/v1/other", json.dumps({"documents": DOCS}).encode())):
         assert client.post(path, content=body).json()["got"].encode() == body
