@@ -100,6 +100,8 @@ class ConnectorConfig:
                 named: Any = class_for("", {"config": config}).from_config(config, dtype=model.dtype)
         except ValueError as error:
             raise UnsupportedModelError(f"transformers knows no causal LM for {name!r}: {error}") from error
+        if callable(model.hf_overrides):
+            raise UnsupportedModelError("hf_overrides: a function names no KV; give a dict")
         fingerprint = fingerprint_directory(folder, named, model.dtype)
         # A latent's keys have another order.
         if model.quantization is not None or model.use_mla or model.hf_overrides or commit:

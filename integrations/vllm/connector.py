@@ -375,9 +375,8 @@ def _trouble(vllm_config: Any, kv_cache_config: Any) -> str:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     found = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "context parallelism": getattr(parallel, "decode_context_parallel_size", 1) > 1
-        or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
-        "data parallelism": parallel.data_parallel_size > 1,
+        "context parallelism": max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
+        "weight transfer": vllm_config.weight_transfer_config is not None,  # KV is named by the weights of the start
         "LoRA": vllm_config.lora_config is not None,
         "speculative decoding": vllm_config.speculative_config is not None,
         "Model Runner V2; run with VLLM_USE_V2_MODEL_RUNNER=0": vllm_config.use_v2_model_runner,
