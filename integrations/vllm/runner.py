@@ -411,6 +411,10 @@ def _parts(layer: Any, hf_config: Any) -> tuple[Any, Any]:
         found = ", ".join(kinds) or "nothing"
         raise UnblendableError(f"({type(layer).__name__}) has the state of {found}, and not of one {' or '.join(STANDS)}")
     (own,) = states
+    for module in layer.modules():
+        if (tables := getattr(module, "long_short_cos_sin_cache", None)) is not None:  # a longrope's, of which vLLM reads one
+            first = module.original_max_position_embeddings if module.use_long_rope else 0
+            module.cos_sin_cache, module.is_neox_style = tables[first:], True
     ropes = [module for module in layer.modules() if hasattr(module, "cos_sin_cache")]
     impl = getattr(own, "impl", None)
     scales_queries = kinds[0] == "MLAAttention" and getattr(hf_config, "llama_4_scaling", None) is not None

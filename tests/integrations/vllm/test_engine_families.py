@@ -40,6 +40,7 @@ LATENT |= {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_no
 LATENT |= {"num_key_value_heads": 4, "head_dim": 32}
 DEEPSEEK = LATENT | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "num_hidden_layers": 3, "n_routed_experts": 4}
 DEEPSEEK |= {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 16, "long_factor": [3.0] * 16}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": LAYERS * 2}
 # The compiled rotary embedding of vLLM 0.32's CPU build turns nothing in latent attention.
 NATIVE = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
@@ -87,6 +88,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "exaone4": (TEXT | {"layer_types": LAYERS * 2}, {}),
     "gemma4_text": (GEMMA4, {}),
     "gemma4_text-e": (GEMMA4_E, {}),
+    "phi3": (TEXT | {"sliding_window": None, "original_max_position_embeddings": 128, "rope_parameters": LONGROPE}, {}),
     "minicpm3": (LATENT, {}),
     "deepseek_v2": (DEEPSEEK | {"topk_method": "greedy", "n_shared_experts": 1}, NATIVE),
     "deepseek_v3": (DEEPSEEK | {"topk_method": "noaux_tc", "n_shared_experts": 1}, NATIVE),
