@@ -5,7 +5,8 @@ import json
 import re
 import secrets
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
@@ -15,14 +16,18 @@ from cacheblend.service.engine.decoding import Piece, TextStream, TokenLogprob
 from cacheblend.service.engine.reasoning import begun_size
 from cacheblend.service.engine.request import PLAN_FIELDS, REASONS, Done, Request, chunk_origin
 
-from .schemas import ChatBody, CompletionBody, GenerationBody
+from .schemas import ChatBody, CompletionBody, GenerationBody, Schema
 from .tool_json import read_arguments
 
 CUT_CALL = re.compile(r'^\s*+\{\s*+"name"\s*+:\s*+"([\w-]++)"\s*+,\s*+"arguments"\s*+:\s*(.*)', re.DOTALL)
 BARE = re.compile(r"\s*(?:`{1,3}[json]{0,4}\s*)?(?:\[\s*)?(\{.*)?", re.DOTALL)  # what may be calls, and nothing else
 BETWEEN = " \t\r\n,;[]"
 FENCE = re.compile(r"\A\s*```(?:json)?|```\s*\Z")
-OPENS, CLOSES = "<tool_call>", "</tool_call>"  # as Hermes and Qwen write calls
+MARKS = "<tool_call>", "<tools>", "<function="  # of Hermes and Qwen, Qwen2.5-Coder, Qwen3-Coder
+OPENS = re.compile("(?:<tool_call>|<tools>|(?=<function=))")
+CLOSES = re.compile(rf"\A(?:\s*+</(?:tool_call|tools)>)?(?:\s*+(?={OPENS.pattern}|\Z))?")
+PARAMETER = re.compile(r"<parameter=([^>]++)>\n?(?>(.*?)\n?</parameter>\s*+(?=<parameter=|</function>|\Z))", re.DOTALL)
+WRITTEN = re.compile(rf"<function=([^>]++)>\s*+((?:{PARAMETER.pattern})*+)</function>", re.DOTALL)
 Call = Mapping[str, Any]  # in OpenAI's shape
 
 
@@ -39,9 +44,10 @@ class TextChoice:
         prompt = body.prompt[index // (body.n or 1)] if isinstance(body, CompletionBody) and body.echo else ""
         self._echoed = prompt if isinstance(prompt, str) else decode(prompt)
         self._has_logprobs = body.returned_logprobs is not None
-        names = [tool.function.name for tool in body.called_tools] if isinstance(body, ChatBody) else []
+        functions = [tool.function for tool in body.called_tools] if isinstance(body, ChatBody) else []
+        tools = {function.name: function.parameters or {} for function in functions}
         is_forced = isinstance(body, ChatBody) and body.tool_choice not in (None, "none", "auto")
-        self._reader = CallReader(names, 1 if body.parallel_tool_calls is False else None, is_forced=is_forced)
+        self._reader = CallReader(tools, 1 if body.parallel_tool_calls is False else None, is_forced=is_forced)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character is at the offset of its first token
         self._pending: list[TokenLogprob] = []  # of tokens whose text is held back
         self._offset: int | None = None  # characters of the tokens before; None before the first piece
@@ -56,7 +62,7 @@ class TextChoice:
                 return None
         else:
             thoughts = event.last_thoughts if self._streamed else event.answer.thoughts
-            text, calls = self._reader.finish(event.last_text if self._streamed else event.answer.text)
+            text, calls = self._reader.finish(event.last_text if self._streamed else event.answer.text, event.finish_reason)
             reason = "tool_calls" if calls and not self._reader.is_cut else event.finish_reason
             stop_string = event.stop_string
             self._pending = self._pending if self._streamed else [*event.logprobs]
@@ -125,21 +131,25 @@ class ChatChoice(TextChoice):
 class CallReader:
     """Finds the calls in one answer's text as it comes.
 
-    A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` with the name of a tool, or an answer is only such
-    objects, one after the other as Llama writes them, in a list as Mistral and Granite do, or fenced as JSON. Text is held back
-    from where a call may begin; what is no complete call stays text. Calls after `max_calls` are dropped. An answer that
+    A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` with the name of a tool, or of Qwen3-Coder's form
+    `<function=...><parameter=...>`, or an answer is only such objects, one after the other as Llama writes them, in a list as
+    Mistral, Granite and Cohere do, or fenced as JSON. Text is held back from where a call may begin; what is no complete call
+    stays text, unless the answer `is_cut` there after other calls. Calls after `max_calls` are dropped. An answer that
     `is_forced` to be a call has what came of it where it `is_cut`.
+
+    Args:
+        tools: the schema of each tool's arguments, by its name.
     """
 
-    def __init__(self, names: Collection[str], max_calls: int | None = None, *, is_forced: bool = False) -> None:
-        self._names, self._max_calls = frozenset(names), max_calls
+    def __init__(self, tools: Mapping[str, Schema], max_calls: int | None = None, *, is_forced: bool = False) -> None:
+        self._tools, self._max_calls = tools, max_calls
         self._is_forced, self.is_cut = is_forced, False
         self._held: list[str] = []
         self._holds_all = self._has_given = False
 
     def add(self, text: str) -> str:
         """The text that is certain not to be a call, with this piece of the answer."""
-        if not self._names:
+        if not self._tools:
             return text
         self._held.append(text)
         if self._holds_all:
@@ -148,17 +158,17 @@ class CallReader:
         if not self._has_given and (bare := BARE.fullmatch(held)):
             self._holds_all = bare[1] is not None
             return ""
-        start = held.find(OPENS)
-        self._holds_all = start >= 0
-        upto = start if start >= 0 else len(held) - begun_size(held, [OPENS])
+        found = OPENS.search(held)
+        self._holds_all = found is not None
+        upto = found.start() if found else len(held) - begun_size(held, MARKS)
         self._held, self._has_given = [held[upto:]], self._has_given or upto > 0
         return held[:upto]
 
-    def finish(self, text: str = "") -> tuple[str, list[Call]]:
-        """The text that was held back, with the last piece of the answer, and the calls in OpenAI's shape."""
+    def finish(self, text: str = "", reason: str = "stop") -> tuple[str, list[Call]]:
+        """The text that was held back, with the last piece of an answer that ends by `reason`, and calls in OpenAI's shape."""
         held = "".join((*self._held, text))
         self._held = []
-        if not self._names:
+        if not self._tools:
             return held, []
         if not self._has_given and (bare := BARE.fullmatch(held)) and bare[1]:
             if bare_calls := self._bare_calls(held):
@@ -167,16 +177,14 @@ class CallReader:
                 self.is_cut, begun = True, CUT_CALL.match(held)
                 return "", [_as_call(begun[1], begun[2])] if begun else []
         before, calls, at = "", list[Call](), 0
-        while (start := held.find(OPENS, at)) >= 0:
-            call, end = self._call(held, start + len(OPENS))
+        while found := OPENS.search(held, at):
+            call, end = self._call(held, found.end())
             if call is None:
                 break
-            before, at = before + held[at:start], end
+            before, at = before + held[at : found.start()], len(held) - len(CLOSES.sub("", held[end:]))
             calls.append(call)
-            if held[at:].lstrip().startswith(CLOSES):
-                at = held.index(CLOSES, at) + len(CLOSES)
-            if not (rest := held[at:].lstrip()) or rest.startswith(OPENS):
-                at = len(held) - len(rest)
+        if found and calls and reason == "length":  # of the call that begins there is nothing to be used
+            self.is_cut, held = True, held[: found.start()]
         return before + held[at:], calls[: self._max_calls]
 
     def _bare_calls(self, text: str) -> list[Call]:
@@ -191,17 +199,30 @@ class CallReader:
         return calls
 
     def _call(self, text: str, start: int) -> tuple[Call | None, int]:
-        """The call whose JSON begins at a place, after white space, and where it ends; None where there is none."""
+        """The call that begins at a place, after white space, and where it ends; None where there is none."""
         start = len(text) - len(text[start:].lstrip())
         try:
-            value, end = json.JSONDecoder().raw_decode(text, start)
-            if not isinstance(value, dict) or value.get("name") not in self._names:
+            if written := WRITTEN.match(text, start):
+                name, end, schemas = written[1], written.end(), self._tools[written[1]].get("properties", {})
+                given = {key: _read_value(value, schemas.get(key, {})) for key, value in PARAMETER.findall(written[2])}
+            else:
+                value, end = json.JSONDecoder().raw_decode(text, start)
+                name = value.get("name", value.get("tool_name"))  # the latter is Cohere's word
+                given = value.get("arguments") or value.get("parameters") or {}  # and Llama's
+            if name not in self._tools:
                 return None, start
-            arguments = value.get("arguments", value.get("parameters", {}))  # the latter is Llama's word
-            arguments = read_arguments(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
-        except (ValueError, TypeError, RecursionError):
+            arguments = json.dumps(read_arguments(given), ensure_ascii=False)
+        except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
             return None, start
-        return _as_call(value["name"], json.dumps(arguments, ensure_ascii=False)), end
+        return _as_call(name, arguments), end
+
+
+def _read_value(text: str, schema: Schema) -> Any:
+    """Read a parameter of Qwen3-Coder's: as JSON, unless the schema has texts for it, or it is no JSON."""
+    if not any("string" in way.get("type", ()) for way in (schema, *schema.get("anyOf", ()))):
+        with suppress(ValueError):
+            return json.loads(text)
+    return text
 
 
 def _as_call(name: str, arguments: str) -> Call:

@@ -133,18 +133,33 @@ def _turns(message: Any, documents: list[Any]) -> list[Any]:
                 function = {"name": block.get("name"), "arguments": block.get("input")}
                 calls.append({"id": block.get("id"), "function": function})
             case {"type": "tool_result"}:
-                results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content", "")})
-            case {"type": "document", "source": {"type": "text", "data": text}}:
-                documents.append({"title": block.get("title"), "text": text})
-            case {"type": "document", "source": {"type": "content", "content": parts}} | {
-                "type": "search_result",
-                "content": parts,
-            }:
-                documents.append({"title": block.get("title"), "text": _joined(parts)})
+                found = block.get("content", "")
+                found = list(map(_as_text, found)) if isinstance(found, list) else found
+                results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": found})
+            case _ if document := _document(block):
+                documents.append(document)
             case _:
                 said.append(block)
     turn = {**message, "content": said, "tool_calls": calls}
     return [*results, turn] if said or calls or not results else results
+
+
+def _document(block: Any) -> dict[str, Any] | None:
+    """The document of a block; None if it has none with a text."""
+    match block:
+        case {"type": "document", "source": {"type": "text", "data": text} | {"type": "content", "content": text}}:
+            return {"title": block.get("title"), "text": _joined(text)}
+        case {"type": "search_result", "content": text}:
+            return {"title": block.get("title"), "text": _joined(text)}
+    return None
+
+
+def _as_text(part: Any) -> Any:
+    """A part of a tool's result: a document as a text, in a tag by which it is found as a passage."""
+    match _document(part):
+        case {"title": str() | None as title, "text": str() as text}:
+            return {"type": "text", "text": "\n".join(filter(None, ("<document>", title, text, "</document>\n")))}
+    return part
 
 
 def _joined(parts: Any) -> Any:

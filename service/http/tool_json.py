@@ -2,25 +2,22 @@
 
 import json
 from contextlib import suppress
+from math import inf
 from typing import Any, TypeVar
 
-MAX_TOOL_CHARACTERS = 2**16  # of all tools of a request as JSON, and of one call's arguments
-MAX_TOOL_DEPTH = 32  # levels of the same
+MAX_TOOL_CHARACTERS = 2**16  # of a tool, a schema, or a template's variables as JSON
+MAX_TOOL_DEPTH = 32  # levels of the same, and of a call's arguments
 _Json = TypeVar("_Json")
 
 
 def is_deeper(value: Any, levels: int) -> bool:
     """Whether JSON has objects and lists on more than `levels` levels."""
-    level = [value]
-    for _ in range(levels + 1):
-        inner = [one for one in level if isinstance(one, dict | list)]
-        if not inner:
-            return False
-        level = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
-    return True
+    if not isinstance(value, dict | list):
+        return False
+    return levels == 0 or any(is_deeper(part, levels - 1) for part in (value.values() if isinstance(value, dict) else value))
 
 
-def check_bounds(value: _Json) -> _Json:
+def check_bounds(value: _Json, *, max_characters: float = MAX_TOOL_CHARACTERS) -> _Json:
     """The value; a ValueError if it is too long or too deep, or has text that is no Unicode or a number that is not finite."""
     if is_deeper(value, MAX_TOOL_DEPTH):
         raise ValueError(f"is more than {MAX_TOOL_DEPTH} levels deep; make it simpler")
@@ -29,8 +26,8 @@ def check_bounds(value: _Json) -> _Json:
         text.encode()
     except ValueError:
         raise ValueError("has NaN, a number beyond 1e308, or half a character, which JSON has not; leave it out") from None
-    if len(text) > MAX_TOOL_CHARACTERS:
-        raise ValueError(f"has more than {MAX_TOOL_CHARACTERS} characters as JSON; make it shorter")
+    if len(text) > max_characters:
+        raise ValueError(f"has more than {max_characters} characters as JSON; make it shorter")
     return value
 
 
@@ -46,24 +43,22 @@ def only_allowed(given: Any) -> Any:
     return given
 
 
-def read_arguments(text: Any) -> dict[str, Any]:
-    """A call's arguments from their JSON; a ValueError if it is not that of an object, or outside the bounds."""
+def read_arguments(given: Any) -> dict[str, Any]:
+    """A call's arguments, an object or its JSON, of any length; a ValueError if they are none, or outside the other bounds."""
     try:
-        value = json.loads(text) if isinstance(text, str) and len(text) <= MAX_TOOL_CHARACTERS else None
+        value = json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise ValueError(f"must be the JSON of an object, as the service gave it, of at most {MAX_TOOL_CHARACTERS} characters")
-    return check_bounds(value)
+        raise ValueError("must be the JSON of an object, as the service gave it")
+    return check_bounds(value, max_characters=inf)
 
 
 def read_earlier_arguments(given: Any) -> dict[str, Any] | str:
     """The arguments of a call in a conversation: an object, or the text of what a model has written in place of one."""
-    if given == "" or isinstance(given, dict):
-        return check_bounds(given or {})
     try:
-        return read_arguments(given)
+        return read_arguments(given or {})
     except ValueError:
-        if not isinstance(given, str) or len(given) > MAX_TOOL_CHARACTERS:
+        if not isinstance(given, str):
             raise
         return given

@@ -70,7 +70,8 @@ def client(tools_engine: Engine) -> Iterator[openai.OpenAI]:
 
 def test_many_tools(client: openai.OpenAI) -> None:
     """Tools are not counted: agents send a hundred and more, as many as the context has room for."""
-    tools = [{"type": "function", "function": {"name": f"tool_{number}"}} for number in range(8, 130)]
+    described = {"description": "d" * 700}
+    tools = [{"type": "function", "function": {"name": f"tool_{number}", **described}} for number in range(8, 130)]
     with pytest.raises(openai.BadRequestError, match="context length"):  # the tiny model's is 512 tokens
         ask(client, tools=tools)
 
@@ -137,9 +138,17 @@ def test_a_conversation_in_messages(client: openai.OpenAI) -> None:
     """Calls and results in Anthropic's blocks are the turns that a chat has, text beside a result the user's own."""
     said = {"type": "text", "text": "Well?"}
     called = {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Oslo"}}
-    result = {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "It rains."}]}
+    text = {"type": "text", "text": "It rains."}
+    result = {"type": "tool_result", "tool_use_id": "call_1", "content": [text]}
     chat = [USER, {"role": "assistant", "content": "Hm.", "tool_calls": [CALL]}, RESULT]
-    for content, turns in (([result], chat), ([result, said], [*chat, {"role": "user", "content": "Well?"}])):
+    page = {"type": "document", "source": {"type": "text", "data": "It rains."}}
+    found = {**result, "content": [{"type": "search_result", "title": "Sky", "content": [text]}, page]}
+    documents = "<document>\nSky\nIt rains.\n</document>\n<document>\nIt rains.\n</document>\n"
+    for content, turns in (
+        ([result], chat),
+        ([result, said], [*chat, {"role": "user", "content": "Well?"}]),
+        ([found], [*chat[:2], {**RESULT, "content": documents}]),
+    ):
         own = [USER, {"role": "assistant", "content": [{"type": "text", "text": "Hm."}, called]}]
         body = {"messages": [*own, {"role": "user", "content": content}], "tools": [TOOL], "num_chunks": 0}
         counted = httpx.post(f"{client.base_url}messages/count_tokens", json=body, timeout=60).json()
@@ -297,6 +306,7 @@ def test_what_an_answer_beside_tools_may_be() -> None:
 
 
 ONE = '{"name": "f", "arguments": {"a": "é</tool_call>"}}'
+CODER = "<function=f>\n<parameter=a>\né</tool_call>\n</parameter>\n</function>"
 BRACES = r'{"name": "f", "arguments": {"a": "}] {\"a\": 1}, <tool_call>"}}'
 
 
@@ -318,6 +328,14 @@ BRACES = r'{"name": "f", "arguments": {"a": "}] {\"a\": 1}, <tool_call>"}}'
         ("[]", None, 0),
         ('{"name": "f", "parameters": {}}', "", 1),
         ('{"name": "f", "arguments": "{}"}', "", 1),
+        ('{"name": "f", "arguments": null}', "", 1),
+        ('[{"tool_call_id": "0", "tool_name": "f", "parameters": {}}]', "", 1),
+        (f"a<tools>\n{ONE}\n</tools>\n", "a", 1),
+        (f"a<tool_call>\n{CODER}\n</tool_call>\n<tool_call>\n{CODER}\n</tool_call> b", "a b", 2),
+        (CODER, "", 1),
+        (CODER.replace("=f", "=g"), None, 0),
+        (CODER[:-1], None, 0),
+        ("<function=f>" + "<parameter=a>x</parameter>" * 5000, None, 0),
         ('<tool_call>{"name": "g", "arguments": {}}</tool_call>', None, 0),
         ('<tool_call>{"name": ["f"], "arguments": {}}</tool_call>', None, 0),
         ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', None, 0),
@@ -334,14 +352,30 @@ BRACES = r'{"name": "f", "arguments": {"a": "}] {\"a\": 1}, <tool_call>"}}'
 def test_calls_in_a_text(text: str, kept: str | None, calls: int) -> None:
     """Whole calls of known tools are taken, and all else stays text; so it is however the text is cut."""
     for size in (1, 7, len(text)):
-        reader = CallReader(["f"])
+        reader = CallReader({"f": {}})
         given = "".join(reader.add(text[start : start + size]) for start in range(0, len(text), size))
         rest, found = reader.finish()
         assert (given + rest, len(found)) == (text if kept is None else kept, calls)
         written = ({}, {"a": "é</tool_call>"}, json.loads(BRACES)["arguments"])
         assert all(json.loads(call["function"]["arguments"]) in written for call in found)
-    assert len({call["id"] for call in CallReader(["f"]).finish(text)[1]}) == calls
-    assert len(CallReader(["f"], 1).finish(text)[1]) == min(calls, 1)
+    assert len({call["id"] for call in CallReader({"f": {}}).finish(text)[1]}) == calls
+    assert len(CallReader({"f": {}}, 1).finish(text)[1]) == min(calls, 1)
+
+
+def test_values_that_are_no_json() -> None:
+    """Qwen3-Coder writes values as they are: they are texts where the tool's schema says so, and else JSON if they can be."""
+    kinds = json.loads('{"a": {"type": "string"}, "b": {"anyOf": [{"type": ["null", "string"]}]}, "c": {"type": "object"}}')
+    values = {"a": "7\n</parameter> 8", "b": "7", "c": '{"d": 7}', "e": "seven"}
+    text = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    _, (call,) = CallReader({"f": {"properties": kinds}}).finish(f"<function=f>\n{text}</function>")
+    assert json.loads(call["function"]["arguments"]) == {**values, "c": {"d": 7}}
+
+
+def test_a_second_call_that_is_cut() -> None:
+    """Of an answer that ends at its limit within a call the earlier ones are there, and nothing of that one."""
+    reader = CallReader({"f": {}})
+    kept, calls = reader.finish(f"a<tool_call>{ONE}</tool_call>\n<tool_call>{ONE[:9]}", "length")
+    assert (kept, len(calls), reader.is_cut) == ("a", 1, True)
 
 
 @pytest.mark.parametrize(
@@ -354,7 +388,7 @@ def test_calls_in_a_text(text: str, kept: str | None, calls: int) -> None:
 )
 def test_a_forced_call_that_is_cut(text: str, arguments: str | None) -> None:
     """What came of a call that must come is its arguments, and no text."""
-    reader = CallReader(["f"], is_forced=True)
+    reader = CallReader({"f": {}}, is_forced=True)
     kept, calls = reader.finish(text)
     assert (kept, [call["function"]["arguments"] for call in calls], reader.is_cut) == ("", [arguments] * bool(arguments), True)
 
@@ -362,7 +396,7 @@ def test_a_forced_call_that_is_cut(text: str, arguments: str | None) -> None:
 @given(st.lists(st.sampled_from(["<", "<tool", "_call>", "{", "}", '"name"', ":", '"f"', ", ", '"arguments"', "{}", " "])))
 def test_no_text_is_lost(pieces: list[str]) -> None:
     """What is given as it comes begins what is found in the whole."""
-    reader, whole = CallReader(["f"]), CallReader(["f"])
+    reader, whole = CallReader({"f": {}}), CallReader(["f"])
     given = "".join(reader.add(piece) for piece in pieces)
     rest, calls = reader.finish()
     text, same = whole.finish("".join(pieces))
