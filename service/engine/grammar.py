@@ -128,7 +128,7 @@ class GrammarCompiler:
         return from_tokenizer(self._tokenizer, n_vocab=words, eos_token=ends)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def is_bounded(grammar: str) -> bool:
     """Whether another process compiles a grammar within `TRIAL_S` and `TRIAL_BYTES`, or finds its error, and does not crash.
 

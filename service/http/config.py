@@ -49,7 +49,7 @@ class HttpConfig:
         panel="Serving",
     )
     max_body_bytes: int = option(32 * MIB, "Larger uploads of documents are refused.", panel="Serving")
-    max_completion_bytes: int = option(MIB, "Larger bodies of all other requests are refused.", panel="Serving")
+    max_completion_bytes: int = option(8 * MIB, "Larger bodies of all other requests are refused.", panel="Serving")
     keep_alive_s: int = option(65, "An idle connection is closed after so many seconds; more than a proxy's.", panel="Serving")
     max_documents: int = option(1000, "Documents of one upload, and of one question that brings its own.", panel="Serving")
 

@@ -370,9 +370,8 @@ class Guard:
             ApiError: it is too long or late.
             errors.QueueFullError: all bodies together are too much.
         """
-        name, max_bytes = "max_body_bytes", self._http.max_body_bytes
-        if not scope["path"].startswith("/v1/documents") and self._http.max_completion_bytes < max_bytes:
-            name, max_bytes = "max_completion_bytes", self._http.max_completion_bytes
+        name = "max_body_bytes" if scope["path"].startswith("/v1/documents") else "max_completion_bytes"
+        max_bytes = getattr(self._http, name)
         why = f"the body is longer than {name}={max_bytes}; send less, or in parts"
         too_long = ApiError(413, why, code="body_too_long")
         if (declared := headers.get("content-length", "0")).isdigit() and int(declared) > max_bytes:

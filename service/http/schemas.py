@@ -88,7 +88,7 @@ def _without_token_ids(given: Any) -> Any:
 Text = Annotated[str, StringConstraints(min_length=0)]
 Name = Annotated[Text, StringConstraints(max_length=256)]
 CallId = Annotated[Name, StringConstraints(min_length=1)]
-FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,128}$")]  # OpenAI has 64, Anthropic 128
 Biases = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_limit_biases)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -266,10 +266,11 @@ class ToolBody(LenientModel):
 
 
 def _differ(tools: list[ToolBody]) -> list[ToolBody]:
-    """Refuse two tools of one name, and tools that are too much together."""
+    """Refuse two tools of one name, and one that is too long or too deep."""
     if len({tool.function.name for tool in tools}) < len(tools):
         raise ValueError("two have the same name; give each its own")
-    check_bounds([tool.model_dump(exclude_none=True) for tool in tools])
+    for tool in tools:
+        check_bounds(tool.model_dump(exclude_none=True))
     return tools
 
 

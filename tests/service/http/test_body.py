@@ -121,7 +121,7 @@ def test_one_text_has_a_bound() -> None:
 
 def test_bodies_together_have_a_bound(engine: Engine) -> None:
     """Bodies that have come in part count: the one that is too much is answered with 429, small ones always go through."""
-    with serving(engine, max_body_bytes=MIB) as (_, address), ExitStack() as stack:
+    with serving(engine, max_body_bytes=MIB, max_completion_bytes=MIB) as (_, address), ExitStack() as stack:
         head = b"POST /v1/documents HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
         held = []
         for _ in range(2):
