@@ -73,23 +73,22 @@ class ChatTemplate:
         """Refuse variables that the template does not know, and texts that it would make control tokens.
 
         Raises:
-            ConfigError: one of the names is no variable of the template, or a value has the text of a control token. A
-                model that does not think is asked not to: one setting serves several models.
+            ConfigError: one of the names is no variable of the template, or a value has the text of a control token. Only a
+                model that does not think may be asked not to: one setting serves several models.
         """
         if not template_kwargs:
             return
         known, text = self.variables, json.dumps(dict(template_kwargs), ensure_ascii=False)
-        if unknown := sorted(
-            name for name, value in template_kwargs.items() if name not in known and (value or known or name not in SWITCHES)
-        ):
+        off = {name for name in SWITCHES if self.thoughts is None and not template_kwargs.get(name)}
+        if unknown := sorted(template_kwargs.keys() - known - off):
             names = f"knows {', '.join(sorted(known))}" if known else "has no variables to set; leave it out"
             raise ConfigError(field, unknown[0], f"the model's chat template {names}")
         if self._plain.controls(self.ids(text)):
             raise ConfigError(field, text, "values without the text of a control token of the model")
 
-    def split_switch(self, text: str) -> tuple[str, str]:
-        """A message's text, and the word in it by which this template switches thoughts, as SmolLM3's by `/no_think`."""
-        found = SWITCH.search(text)
+    def split_switch(self, role: str, text: str) -> tuple[str, str]:
+        """A message's text, and the system's word in it by which this template switches thoughts, as SmolLM3's `/no_think`."""
+        found = SWITCH.search(text) if role == "system" else None
         if found is None or not any(f"{quote}{found[0]}" in own for own in self._texts for quote in "'\""):
             return text, ""
         return f"{text[: found.start()]}{text[found.end() :]}".strip(), f" {found[0]}"

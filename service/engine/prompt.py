@@ -359,7 +359,7 @@ class PromptRenderer:
         has_all = thinking is not None and thinking.format.has_channels and message.content and message.tool_calls
         thoughts = "" if has_all else _marked(message.thoughts, texts, may_go=True)
         if thinking is None or thoughts or (parts := thinking.split(message.content)) is None:
-            content, switch = self.template.split_switch(message.content)
+            content, switch = self.template.split_switch(message.role, message.content)
             return message.turn(_marked(content, texts, end='"' * (message.role == "tool")) + switch, thoughts)
         opens, inner, said = parts
         return message.turn(opens + _marked(inner, texts, may_go=True) + thinking.format.closes + _marked(said, texts))

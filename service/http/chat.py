@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from cacheblend.base.errors import MissingExtraError
 from cacheblend.base.threads import Check
+from cacheblend.service.engine.chat_template import SWITCHES
 from cacheblend.service.engine.decoding import Piece, Sampling
 from cacheblend.service.engine.engine import Engine
 from cacheblend.service.engine.grammar import GrammarCompiler
@@ -98,10 +99,10 @@ def template_kwargs(body: ChatBody, defaults: Mapping[str, Any], known: Collecti
     kind, asked = (body.thinking or {}).get("type"), dict(body.chat_template_kwargs or {})
     effort = "none" if kind == "disabled" else body.reasoning_effort
     thinks = kind in ("enabled", "adaptive") or (None if effort is None else effort != "none")
-    of_effort = {"reasoning_effort": effort, "enable_thinking": thinks}
+    of_effort = {"reasoning_effort": effort, **dict.fromkeys(SWITCHES, thinks)}
     of_effort = {name: value for name, value in of_effort.items() if name in known and value is not None}
     if body.enable_thinking is not None:
-        asked.setdefault("enable_thinking", body.enable_thinking)
+        asked.setdefault(next((name for name in SWITCHES if name in known), SWITCHES[0]), body.enable_thinking)
     return {**defaults, **of_effort, **asked}
 
 
@@ -306,7 +307,7 @@ class Generation:
             try:
                 index, event = await self.next()
             except Exception as error:
-                log_failure(error)
+                self._server.metrics.errors.labels(str(log_failure(error))).inc()
                 yield error_body(error)
                 return
         if has_usage:

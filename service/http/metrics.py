@@ -76,7 +76,7 @@ class Metrics(Collector):
         self._tokens = counter("cacheblend_tokens", tokens, "kind")
         self._chunks = counter("cacheblend_chunks", "Chunks of prompts, by the tier that their KV came from.", "source")
         self._loaded = counter("cacheblend_loaded_bytes", "Bytes of stored KV that requests loaded, by tier.", "tier")
-        self.errors = counter("cacheblend_http_errors", "Responses with an HTTP status of 400 and above.", "status")
+        self.errors = counter("cacheblend_http_errors", "Responses of status 400 and above, and failed streams.", "status")
         labels = "namespace", "model"
         evaluations = "Sampled requests that full prefill answered too, to compare: compared, or failed."
         self._evaluations = counter("cacheblend_shadow_evaluations", evaluations, *labels, "outcome")

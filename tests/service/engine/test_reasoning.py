@@ -45,6 +45,15 @@ def test_variables_of_a_template(template: str | None, names: set[str]) -> None:
             renderer.chat(ASKED, with_chunks=True, template_kwargs={name: ["</s>"]})
 
 
+def test_asking_not_to_think() -> None:
+    """Only a model that never thinks may be asked not to by a variable that its template does not know."""
+    tokenizer = copy.copy(tiny_tokenizer())
+    tokenizer.chat_template = "{{ day }}{{ messages[-1].content }}"
+    PromptRenderer(tokenizer, "").template.check_kwargs({"enable_thinking": False})
+    with pytest.raises(ConfigError, match="'enable_thinking' is not allowed"):
+        PromptRenderer(thinking_tokenizer(OPENED), "").template.check_kwargs({"enable_thinking": False})
+
+
 @pytest.mark.parametrize(
     ("template", "variables", "end", "is_open", "is_closed"),
     [
@@ -93,8 +102,9 @@ def test_a_word_that_the_template_reads(template: str, system: str, text: str) -
     """A template that switches thoughts by a word of the system message sees it; elsewhere the word is text."""
     tokenizer = copy.copy(tiny_tokenizer())
     tokenizer.chat_template = template
-    layout = PromptRenderer(tokenizer, "").chat([Message("system", system), *ASKED], with_chunks=False)
-    assert tokenizer.decode(layout.token_ids) == text
+    asked = [Message("system", system), Message("user", "Of /no_think?"), *ASKED]
+    layout = PromptRenderer(tokenizer, "").chat(asked, with_chunks=False)
+    assert tokenizer.decode(layout.token_ids) == text.replace("<user>", "<user>Of /no_think?<user>")
 
 
 def test_effort() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import re
 import signal
+from itertools import count
 from pathlib import Path
 
 import httpx
@@ -53,6 +54,17 @@ def test_counters(client: httpx.Client, engine: Engine) -> None:
     assert f'model="{MODEL}"' in client.get("/metrics").text.partition("cacheblend_build_info{")[2]
     assert store["nvme"]["entries"] == value('cacheblend_store_entries{tier="nvme"}') > 0
     assert client.get("/healthz").status_code == client.get("/readyz").status_code == 200
+
+
+def test_a_stream_that_fails(client: httpx.Client, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure after the first event ends the stream, and is counted as an error's response is."""
+    decode = engine.fusor.decoder.decode
+    calls = count()
+    monkeypatch.setattr(engine.fusor.decoder, "decode", lambda *given: decode(*given) if next(calls) < 2 else 1 // 0)
+    body = {**CHAT, "stream": True, "num_chunks": 0, "max_tokens": 20, "ignore_eos": True}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, "internal_error" in answer.text.splitlines()[-2]) == (200, True)
+    assert 'cacheblend_http_errors_total{status="500"} 1.0' in client.get("/metrics").text
 
 
 def test_scrapes_share_their_work(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from cacheblend.service.engine.grammar import GrammarCompiler
 from cacheblend.service.engine.reasoning import Thoughts
 from cacheblend.service.http import chat
 from cacheblend.service.http.config import HttpConfig
+from cacheblend.service.http.schemas import ChatBody
 from cacheblend.service.serving.scheduler import ServingConfig
 
 THOUGHTS, SAID = "hm {\n\nso", "It rains."
@@ -242,6 +243,14 @@ def test_what_is_refused(client: openai.OpenAI) -> None:
         error = response.json()["error"]
         assert (response.status_code, str(error["param"]).partition(".")[0]) == (400, "chat_template_kwargs"), response.text
         assert message in error["message"]
+
+
+@pytest.mark.parametrize("name", ["enable_thinking", "thinking"])
+def test_the_templates_own_switch(name: str) -> None:
+    """Thinking is switched by the variable that the template knows."""
+    for switch in ({"enable_thinking": True}, {"reasoning_effort": "high"}, {"thinking": {"type": "enabled"}}):
+        body = ChatBody.model_validate({"messages": MESSAGES, **switch})
+        assert chat.template_kwargs(body, {name: False}, {name}) == {name: True}
 
 
 def test_a_model_that_does_not_think(openai_client: openai.OpenAI) -> None:
