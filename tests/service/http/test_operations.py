@@ -58,8 +58,7 @@ def test_counters(client: httpx.Client, engine: Engine) -> None:
 
 def test_a_stream_that_fails(client: httpx.Client, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure after the first event ends the stream, and is counted as an error's response is."""
-    decode = engine.fusor.decoder.decode
-    calls = count()
+    decode, calls = engine.fusor.decoder.decode, count()
     monkeypatch.setattr(engine.fusor.decoder, "decode", lambda *given: decode(*given) if next(calls) < 2 else 1 // 0)
     body = {**CHAT, "stream": True, "num_chunks": 0, "max_tokens": 20, "ignore_eos": True}
     answer = client.post("/v1/chat/completions", json=body)

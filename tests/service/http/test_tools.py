@@ -70,8 +70,7 @@ def client(tools_engine: Engine) -> Iterator[openai.OpenAI]:
 
 def test_many_tools(client: openai.OpenAI) -> None:
     """Tools are not counted: agents send a hundred and more, as many as the context has room for."""
-    described = {"description": "d" * 700}
-    tools = [{"type": "function", "function": {"name": f"tool_{number}", **described}} for number in range(8, 130)]
+    tools = [{"type": "function", "function": {"name": f"tool_{number}", "description": "d" * 700}} for number in range(8, 130)]
     with pytest.raises(openai.BadRequestError, match="context length"):  # the tiny model's is 512 tokens
         ask(client, tools=tools)
 
@@ -144,11 +143,8 @@ def test_a_conversation_in_messages(client: openai.OpenAI) -> None:
     page = {"type": "document", "source": {"type": "text", "data": "It rains."}}
     found = {**result, "content": [{"type": "search_result", "title": "Sky", "content": [text]}, page]}
     documents = "<document>\nSky\nIt rains.\n</document>\n<document>\nIt rains.\n</document>\n"
-    for content, turns in (
-        ([result], chat),
-        ([result, said], [*chat, {"role": "user", "content": "Well?"}]),
-        ([found], [*chat[:2], {**RESULT, "content": documents}]),
-    ):
+    others = [*chat, {"role": "user", "content": "Well?"}], [*chat[:2], {**RESULT, "content": documents}]
+    for content, turns in (([result], chat), ([result, said], others[0]), ([found], others[1])):
         own = [USER, {"role": "assistant", "content": [{"type": "text", "text": "Hm."}, called]}]
         body = {"messages": [*own, {"role": "user", "content": content}], "tools": [TOOL], "num_chunks": 0}
         counted = httpx.post(f"{client.base_url}messages/count_tokens", json=body, timeout=60).json()
@@ -332,7 +328,6 @@ BRACES = r'{"name": "f", "arguments": {"a": "}] {\"a\": 1}, <tool_call>"}}'
         ('[{"tool_call_id": "0", "tool_name": "f", "parameters": {}}]', "", 1),
         (f"a<tools>\n{ONE}\n</tools>\n", "a", 1),
         (f"a<tool_call>\n{CODER}\n</tool_call>\n<tool_call>\n{CODER}\n</tool_call> b", "a b", 2),
-        (CODER, "", 1),
         (CODER.replace("=f", "=g"), None, 0),
         (CODER[:-1], None, 0),
         ("<function=f>" + "<parameter=a>x</parameter>" * 5000, None, 0),
