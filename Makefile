@@ -21,7 +21,7 @@ WORKERS ?= 2
 
 # Where the developers' environment is, that has it all.
 install: | $(BIN)/python
-	@test $(BIN)/.installed -nt pyproject.toml || { echo "setting up .venv: PyTorch and some hundred packages, a few minutes"; scripts/install_torch.sh $(BIN)/python && $(BIN)/python -m pip install --quiet ".[all]"; }
+	@test $(BIN)/.installed -nt pyproject.toml || { echo "setting up .venv: PyTorch and some hundred packages, a few minutes"; rm -rf build/lib && scripts/install_torch.sh $(BIN)/python && $(BIN)/python -m pip install --quiet ".[all]"; }
 	@echo "done: $(BIN)/cacheblend --help"
 
 demo: $(BIN)/.installed

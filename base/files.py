@@ -96,9 +96,9 @@ def write_error(path: Path, error: OSError) -> StoreError:
 
 def user_data_folder() -> Path:
     """`cacheblend` in `XDG_DATA_HOME`, or in `~/.local/share`; it may not exist yet."""
-    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "cacheblend"
+    return Path(os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share"), "cacheblend")
 
 
 def user_cache_folder() -> Path:
     """`cacheblend` in `XDG_CACHE_HOME`, or in `~/.cache`; it may not exist yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cacheblend"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "cacheblend")

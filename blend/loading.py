@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -115,6 +116,8 @@ def load_model(
     except SafetensorError as error:
         raise InputError(f"the weights of {name!r} are damaged ({error}); fetch or save them again") from error
     except OSError as error:
+        if unread := next((file for file in weight_files(Path(name)) if not os.access(file, os.R_OK)), None):
+            raise InputError(f"{unread} cannot be read by this user; change its mode or owner") from error
         raise _no_model(name, str(error).partition("\n")[0]) from error
     except RuntimeError as error:
         if "mismatched_sizes" not in str(error):

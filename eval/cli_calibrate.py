@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @options.accepts(EngineConfig, only=(*options.OF_MODELS, "chunk_tokens", "kv_cache_dtype"))
 def calibrate(
-    model: Annotated[str, typer.Argument(envvar="CACHEBLEND_MODEL", help=options.MODEL_HELP)],
+    model: Annotated[str, typer.Argument(help=options.MODEL_HELP)],
     folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder or file of documents, as for `cacheblend ingest`.")],
     questions: Annotated[
         str | None,
@@ -68,7 +68,7 @@ def calibrate(
     from cacheblend.eval.run.calibration import calibration_config
     from cacheblend.eval.run.runner import load_fusor
 
-    engine = settings.make(EngineConfig, model=model, store_dir=store_dir)
+    engine = settings.make(EngineConfig, model=options.check_path(model), store_dir=store_dir)
     source = DocumentsSource(
         documents=folder,
         questions=questions,

@@ -111,12 +111,13 @@ class IndexedDocuments(Closing):
         """
         with self._lock, self._catalog.snapshot():
             if self._generation != (generation := self._catalog.generation):
+                self._texts.retain(self._catalog.chunk_ids())
                 self._texts.add((id_, title, words) for id_, _, title, words in self._catalog.texts(self._texts.last))
                 self._generation = generation
             return find_passages(text, role, self._texts)
 
     def _chunk(self, id_: int) -> Chunk | None:
-        with suppress(RetrieverError):  # deleted or damaged since its text was noted
+        with suppress(RetrieverError):  # damaged since its text was noted
             return self._catalog.chunk(id_)
         return None
 

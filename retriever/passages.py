@@ -80,16 +80,24 @@ class StoredTexts:
     def __init__(self, read: Callable[[int], Chunk | None]) -> None:
         self._read = read
         self._known: dict[int, list[tuple[int, int, int]]] = {}  # by hash of the window: index id, length, hash
-        self.last = 0  # the highest index id
+        self._count, self.last = 0, 0  # of the chunks; the highest index id
 
     def add(self, texts: Iterable[tuple[int, str, str]]) -> None:
         """Note chunks by ascending index ids, their documents' titles, and texts."""
         for id_, title, text in texts:
-            self.last = id_
+            self._count, self.last = self._count + 1, id_
             for core in _cores(title, text):
                 of_window = self._known.setdefault(hash(core[:WINDOW]), [])
                 of_window.append((id_, len(core), hash(core)))
                 del of_window[:-CANDIDATES]
+
+    def retain(self, ids: Iterable[int]) -> None:
+        """Forget the chunks that have none of these index ids."""
+        left = {id_ for id_ in ids if id_ <= self.last}
+        if len(left) < self._count:
+            known = ((window, [one for one in texts if one[0] in left]) for window, texts in self._known.items())
+            self._known = {window: texts for window, texts in known if texts}
+        self._count = len(left)
 
     def find(self, text: str) -> list[Passage]:
         """Where stored texts stand in a text, in order, without overlap; of two that begin at one place the longer one."""
@@ -103,10 +111,7 @@ class StoredTexts:
                 work, part = work - length, text[start : start + length]
                 if work <= 0 or hash(part) != digest:
                     continue
-                chunk = self._read(id_)
-                if chunk is None:  # deleted since
-                    candidates.remove((id_, length, digest))
-                elif part in _cores(chunk.title, chunk.text):
+                if (chunk := self._read(id_)) is not None and part in _cores(chunk.title, chunk.text):
                     found.append(Passage(start, done := start + length, "stored", chunk))
                     break
         return found

@@ -6,6 +6,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -228,13 +229,15 @@ class Retriever(IndexedDocuments):
         return f"no document has the filter's {', '.join(map(ascii, unknown))}" if unknown else "no document meets the filter"
 
     def _place(self, chunk: Chunk) -> ChunkPlace:
-        places = self._places(chunk.document_id, chunk.version, chunk.title)
-        return places[chunk.position] if chunk.position < len(places) else ChunkPlace()
+        with suppress(InputError, IndexError):  # changed, or damaged, since it was found
+            return self._places(chunk.document_id, chunk.version, chunk.title)[chunk.position]
+        return ChunkPlace()
 
     def _places_of(self, document_id: str, version: str, title: str) -> tuple[ChunkPlace, ...]:
-        """The places of all chunks of a document; none if the document has another version now."""
+        """The places of all chunks of a document; InputError, which is not remembered, if there is no such version now."""
         with self._lock:
-            texts = self._catalog.document_texts(document_id, version)
+            if not (texts := self._catalog.document_texts(document_id, version)):
+                raise InputError(f"document {document_id!r} has another version")
         return tuple(chunk_places(document_id, title, texts))  # without the lock: a document may be long
 
     def close(self) -> None:

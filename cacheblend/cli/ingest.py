@@ -21,7 +21,7 @@ from cacheblend.base.options import GIB
 from cacheblend.integrations.ray import RayConfig
 from cacheblend.retriever.index import INDEX_FILE, IndexedDocuments
 from cacheblend.retriever.metadata import read_metadata
-from cacheblend.service.engine.config import INDEX_FOLDER, KV_FOLDER, EngineConfig, load_fusor, remember_settings
+from cacheblend.service.engine.config import INDEX_FOLDER, KV_FOLDER, EngineConfig, has_kv, load_fusor, remember_settings
 from cacheblend.service.engine.document_sources import UNLISTED, DocumentStream, SourceReport, StreamSize, parse_json
 from cacheblend.service.engine.ingest import IngestReport, VllmConfig, upload_documents
 from cacheblend.service.engine.web_pages import WebFiles
@@ -275,10 +275,10 @@ def _ingest_on_ray(
 
 
 def _measured(stream: DocumentStream, config: EngineConfig | None = None) -> StreamSize | None:
-    """Read all once; say what is left out, and how many documents there are. With a config, those in its index are not new."""
+    """Read all once; say what is left out, and how many documents there are. With a config, those in its store are not new."""
     files, known = count(), None
     with LiveLine() as line:
-        if config is not None and (folder := Path(config.store_dir, INDEX_FOLDER)).joinpath(INDEX_FILE).is_file():
+        if config and has_kv(config) and (folder := Path(config.store_dir, INDEX_FOLDER)).joinpath(INDEX_FILE).is_file():
             known = line.enter_context(IndexedDocuments.open(folder)).version
         size = stream.measure(lambda file: line.show(f"reading: {next(files):,} files, now {file}"), known)
     _print_skipped(stream.report)

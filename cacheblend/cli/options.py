@@ -28,16 +28,19 @@ DEFAULT_STORE_DIR = user_data_folder() / "store"
 
 def _apply_settings(context: typer.Context, store_dir: Path) -> Path:
     """Make the settings of the store the defaults, so that flags, variables and a config file win over them."""
+    store_dir = Path(os.path.expanduser(store_dir))
+    if str(store_dir).startswith("~"):
+        raise InputError(f"there is no home folder for {store_dir}; name another folder with --store-dir")
     context.default_map = {**remembered_settings(store_dir), **(context.default_map or {})}
     return store_dir
 
 
 def check_path(model: str) -> str:
-    """The model; raises InputError if it is written as a path or a file's name where there is none."""
+    """The model, its `~` expanded; raises InputError if it is written as a path or a file's name where there is none."""
     written = model.startswith(("/", ".", "~")) or model.endswith((".gguf", ".json"))
-    if written and not Path(model).expanduser().exists():
+    if written and not os.path.exists(os.path.expanduser(model)):
         raise InputError(f"no model at {model!r}: give the path of a model, a hub id, or a known name (cacheblend model ls)")
-    return model
+    return os.path.expanduser(model) if written else model
 
 
 Model = Annotated[
@@ -72,8 +75,10 @@ class Settings:
 
     def make(self, config: type[T], **fixed: Any) -> T:
         """Make a config of the values that it has; `fixed` come first. Raises ConfigError for a value that is not allowed."""
-        given = {name: self.values[name] for name in options_of(config).keys() & self.values.keys()}
-        files = {name: os.path.expanduser(given[name]) for name in MAY_BE_FILES & given.keys()}
+        known = options_of(config)
+        given = {name: self.values[name] for name in known.keys() & self.values.keys()}
+        named = [name for name in MAY_BE_FILES & given.keys() if given[name] not in (known[name].default, "none")]
+        files = {name: os.path.expanduser(given[name]) for name in named}
         absolute = {name: os.path.abspath(file) for name, file in files.items() if os.path.exists(file)}  # a store keeps them
         return from_options(config, {**given, **absolute, **fixed})
 

@@ -4,6 +4,7 @@ import gc
 import logging
 import logging.config
 import os
+import signal
 import socket
 import tomllib
 from collections.abc import Mapping
@@ -114,6 +115,8 @@ def serve(
     engine = settings.make(EngineConfig, model=model or DEFAULT, store_dir=store_dir)  # before anything is loaded or fetched
     hold_freed_memory()
     engine = replace(engine, model=choose_model(model, yes=yes))
+    # Until `run` has handlers of its own: a container's first process ignores a signal that has none.
+    signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     with bind(http.host, http.port) as listener:
         # Libraries take seconds to load: a port that is in use is refused before.
         terminal.hush_libraries()

@@ -157,16 +157,19 @@ def model_name(config: EngineConfig) -> str:
     return str(model.resolve()) if model.exists() else config.model
 
 
+def _settings(config: EngineConfig) -> dict[str, Any]:
+    values = {name: getattr(config if hasattr(config, name) else config.retriever, name) for name in SETTINGS}
+    return {**values, "model": model_name(config)}
+
+
 def remember_settings(config: EngineConfig) -> None:
     """Note beside a store what its KV is computed with, for commands that do not name it.
 
     Raises:
         OSError: it cannot be written.
     """
-    values = {name: getattr(config if hasattr(config, name) else config.retriever, name) for name in SETTINGS}
-    values["model"] = model_name(config)
     with replacing(Path(config.store_dir) / SETTINGS_FILE) as file:
-        file.write(json.dumps(values).encode())
+        file.write(json.dumps(_settings(config)).encode())
 
 
 def remembered_settings(store_dir: Path) -> dict[str, Any]:
@@ -176,6 +179,12 @@ def remembered_settings(store_dir: Path) -> dict[str, Any]:
         if isinstance(found, dict):
             return {name: found[name] for name in SETTINGS if isinstance(found.get(name), str | int)}
     return {}
+
+
+def has_kv(config: EngineConfig) -> bool:
+    """Whether a store has KV, and it was computed as a configuration says."""
+    folder = Path(config.store_dir)
+    return (folder / KV_FOLDER).is_dir() and remembered_settings(folder) == _settings(config)
 
 
 def load_fusor(config: EngineConfig) -> Fusor:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from cacheblend.base.errors import ConfigError
-from cacheblend.base.options import check_share, check_whole, is_number
+from cacheblend.base.options import check_share, check_whole, is_number, is_whole
 from cacheblend.blend import FusionResult, Fusor, NextToken, SequenceKV
 
 from .grammar import Grammar
@@ -54,7 +54,7 @@ class Sampling:
             drop of a text's first.
 
     Raises:
-        ConfigError: a temperature, top_p or top_k outside its range.
+        ConfigError: a temperature, top_p, top_k or seed outside its range.
     """
 
     temperature: float = 0.0
@@ -79,6 +79,8 @@ class Sampling:
             raise ConfigError("temperature", self.temperature, "0 (greedy) or above")
         check_share("top_p", self.top_p)
         check_whole("top_k", self.top_k, at_least=-1)
+        if self.seed is not None and not (is_whole(self.seed) and -(2**63) <= self.seed < 2**64):
+            raise ConfigError("seed", self.seed, "a whole number of 64 bits")
 
     def generation_options(self, tokenizer: Any) -> dict[str, Any]:
         """The options that `generate` knows, for a model with this tokenizer."""
@@ -187,7 +189,7 @@ class Decoding:
         logprob = None
         if self._sampling.logprobs is not None:
             logprobs_V = torch.log_softmax(logits_V.float(), dim=-1)
-            values, ids = logprobs_V.topk(self._sampling.logprobs)
+            values, ids = logprobs_V.topk(min(self._sampling.logprobs, len(logprobs_V)))
             likeliest = tuple(zip(ids.tolist(), values.tolist(), strict=True))
             logprob = TokenLogprob(token_id, float(logprobs_V[token_id]), likeliest)
             self.logprobs.append(logprob)

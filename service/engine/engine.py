@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from cacheblend.base.errors import InputError, RetrieverError
 from cacheblend.base.threads import Check, Progress, in_groups
-from cacheblend.blend import Fusor
+from cacheblend.blend import FusionConfig, Fusor
 from cacheblend.blend.loading import load_tokenizer
 from cacheblend.loader import LoadingController
 from cacheblend.retriever import Chunk, Document, Embedder, Retriever, ScoredChunk, checked_between_batches, in_reading_order
@@ -94,6 +94,7 @@ class Engine:
         if tokenizer is None:
             raise InputError(f"the model at {config.model!r} has no tokenizer; save one beside it")
         self.prompts = PromptRenderer(tokenizer, config.instruction, max_positions=self.fusor.max_positions)
+        self._selector = config.fusion.selector  # the user's own
         config = calibrated(config, self.fusor, self.prompts.prefix)
         self.config = config = replace(config, fusion=replace(config.fusion, recompute_ratio=config.recompute_ratio))
         self._encoder = encoder = ChunkEncoder.of(self.fusor, self.prompts.prefix, config)
@@ -271,16 +272,16 @@ class Engine:
         self._check_open()
         check()
         started, config, asked = time.perf_counter(), self.config, RequestOptions.read(options)
-        max_tokens = config.max_tokens if asked.max_tokens is None else asked.max_tokens
-        fusion = config.fusion
+        positions, fusion = self.fusor.max_positions, config.fusion
         if asked.recompute_ratio is not None or asked.max_loss_nats is not None:
             ratio = fusion.recompute_ratio if asked.recompute_ratio is None else asked.recompute_ratio
-            fusion = replace(fusion, recompute_ratio=ratio, max_loss_nats=asked.max_loss_nats)
+            selector = fusion.selector if asked.max_loss_nats is None else self._selector  # a calibrated one may not widen
+            fusion = FusionConfig(recompute_ratio=ratio, selector=selector, max_loss_nats=asked.max_loss_nats)
         searches = asked.documents is not None or asked.layout is None or asked.num_chunks != 0
         if (layout := asked.layout) is None:
             layout = self.prompts.question(question)
             asked = replace(asked, thoughts=self.prompts.thoughts(layout))
-        layout.check_length(max_tokens, self.fusor.max_positions)
+        layout.check_length(asked.max_tokens, positions)
         # 2. Find the chunks.
         scored = self._retrieve(question, asked, check) if searches else []
         why_none = NOT_SEARCHED if asked.filter and not searches else None
@@ -301,9 +302,8 @@ class Engine:
             engine=self,
             asked=asked,
             method=asked.method,
-            recompute_ratio=fusion.recompute_ratio,
-            max_loss_nats=fusion.max_loss_nats,
-            max_tokens=prompt.check_length(max_tokens, self.fusor.max_positions),
+            fusion=fusion,
+            max_tokens=prompt.check_length(asked.max_tokens, positions, config.max_tokens),
             chunks=scored,
             prompt=prompt,
             started=started,

@@ -18,7 +18,7 @@ from cacheblend.blend.interfaces import KVGeometry, LayerKV, LayerSource, Reside
 from cacheblend.blend.prompt import FusionResult, LayerReport, Prompt, Segment
 from cacheblend.blend.widening import WIDE_RATIO
 from cacheblend.loader import LayerLoader, LoadingController, LoadingPlan, WorkEstimator
-from cacheblend.store import BLOCK_TOKENS, BlockChain, ChunkKV, KVStore, LayerPair, PrefixBlocks, PrefixRun
+from cacheblend.store import BLOCK_TOKENS, RAM, BlockChain, ChunkKV, KVStore, LayerPair, PrefixBlocks, PrefixRun
 
 from .background_precompute import BackgroundPrecompute
 from .blend_plan import BlendPlan, BlendPolicy, BlendSegment, PlannedSegment, fresh_records, plan_blend
@@ -100,7 +100,7 @@ class Prefiller:
             return self._full_recompute(request)
         if request.method == "prefix_cache":
             return self._prefix_cache(request)
-        return self._blend(request, 0.0 if request.method == "full_reuse" else request.recompute_ratio)
+        return self._blend(request, 0.0 if request.method == "full_reuse" else request.fusion.recompute_ratio)
 
     def _full_recompute(self, request: Request) -> PrefillSteps:
         """Compute everything."""
@@ -155,19 +155,18 @@ class Prefiller:
                     quality_ratio=self._config.loader.quality_ratio,
                     controller=self.controller,
                     work=self.work,
-                    widens=request.max_loss_nats is not None and ratio != 0,
+                    widens=request.fusion.max_loss_nats is not None and ratio != 0,
                 )
                 plan = plan_blend(prompt, self._prefix_segment(prompt, prefix), parts, policy)
                 planned = time.perf_counter()
                 prefix.exact_tokens = plan.exact_tokens
                 # 2. Fuse, a layer a step; the loader reads the next layers meanwhile.
                 source = prefix.record(ResidentLayers() if plan.full_recompute else loader)
-                fusion = replace(self._config.fusion, recompute_ratio=plan.ratio, max_loss_nats=request.max_loss_nats)
-                steps = self._fusor.fuse_steps(plan.segments, fusion, source)
+                steps = self._fusor.fuse_steps(plan.segments, replace(request.fusion, recompute_ratio=plan.ratio), source)
                 fused = yield from steps
                 # 3. Compare the plan with what it took, and have the misses computed after the running requests.
                 took_s = self._synchronized() - planned - steps.preempted_s
-                self._observe(plan, loader.load_s, took_s, fused)
+                self._observe(plan, loader, took_s, fused)
                 for chunk in plan.misses:
                     self._background.submit(chunk)
                 request.prefill = Prefill(
@@ -215,7 +214,7 @@ class Prefiller:
             torch.cuda.current_stream(self._fusor.decoder.device).synchronize()
         return time.perf_counter()
 
-    def _observe(self, plan: BlendPlan, load_s: float, prefill_s: float, fused: FusionResult) -> None:
+    def _observe(self, plan: BlendPlan, loader: LayerLoader, prefill_s: float, fused: FusionResult) -> None:
         """Let the controller learn from what a prefill took."""
         loading, controller = plan.predicted, self.controller
         if loading is None or controller is None:
@@ -223,6 +222,9 @@ class Prefiller:
         # A GPU computes while the host waits, so there the two can be separated only where the host hardly waited.
         waited = self._fusor.decoder.device.type == "cuda" and fused.wait_s > 0.05 * prefill_s
         is_predicted = not waited and not fused.is_widened and (plan.full_recompute or plan.ratio == loading.ratio)
+        load_s, loaded = loader.load_s, loader.bytes_by_tier
+        if loading.load_s_by_tier.keys() == {RAM}:  # an exact prefix in memory comes as fast; beside a file's it hardly counts
+            load_s *= loaded.get(RAM, 0) / max(1, sum(loaded.values()))
         controller.record(loading, load_s=load_s, compute_s=prefill_s - fused.wait_s if is_predicted else None)
 
 

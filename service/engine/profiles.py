@@ -53,7 +53,7 @@ def calibrated(config: EngineConfig, fusor: Fusor, prefix_ids: Sequence[int]) ->
         found = read_calibration(config.profile_dir, model=fusor.fingerprint, prefix=prefix_digest(prefix_ids))
     except ProfileError as error:
         logger.warning("%s; until then the defaults hold", error)
-        return config
+        found = None
     if found is None:
         return _widening(config, fusor)
     _compare_context(config, found)

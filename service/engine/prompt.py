@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -92,19 +93,20 @@ class PromptTokens:
     def __len__(self) -> int:
         return len(self.prefix) + sum(len(chunk.token_ids) for chunk in self.chunks) + len(self.suffix)
 
-    def check_length(self, max_tokens: int | None, max_positions: int | None) -> int:
+    def check_length(self, max_tokens: int | None, max_positions: int | None, cap: int | None = None) -> int:
         """The limit of the answer's tokens; refuses a prompt that leaves no room for one.
 
         Args:
             max_tokens: asked for; None for what fits after the prompt.
             max_positions: the model's; None for any number, and then what fits is `MAX_NEW_TOKENS`.
+            cap: of an answer for which no number is asked; None for none.
 
         Raises:
             PromptTooLongError: prompt and answer are longer than the model's positions.
         """
         tokens = len(self)
         if max_positions is None:
-            return MAX_NEW_TOKENS if max_tokens is None else max_tokens
+            return max_tokens or cap or MAX_NEW_TOKENS
         if tokens + (wanted := max_tokens or 1) > max_positions:
             why = f"input length and `max_tokens` exceed context limit: {tokens} + {wanted} > {max_positions}"
             if tokens >= max_positions:  # both in Anthropic's words
@@ -113,7 +115,7 @@ class PromptTokens:
             of_chunks = "take fewer chunks, lower max_tokens, ask a shorter question, or ingest smaller chunks"
             remedy = of_chunks if self.chunks else "shorten it, or lower max_tokens"
             raise PromptTooLongError(f"{CONTEXT_LENGTH.format(max_positions)}, and {what}; {remedy}", tokens)
-        return max_positions - tokens if max_tokens is None else max_tokens
+        return max_tokens or min(max_positions - tokens, cap or max_positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,7 +382,9 @@ class PromptRenderer:
         return tuple(self._plain.ids(text))
 
     def _check_tokens(self, text: str) -> None:
-        """Refuse a text of too many tokens by its beginning."""
+        """Refuse a text that is not Unicode, or of too many tokens by its beginning."""
+        if re.search("[\ud800-\udfff]", text):
+            raise InputError("a text has half of a surrogate pair, which is no character; remove it")
         most = self._max_positions
         if most is not None and len(text) > 2 * (first := most * FIRST_READ) and len(self._plain.ids(text[:first])) > most:
             raise PromptTooLongError(f"{CONTEXT_LENGTH.format(most)}, and a text has more; ask a shorter question")

@@ -15,7 +15,7 @@ import torch
 
 from cacheblend.base.errors import ConfigError
 from cacheblend.base.options import check_whole
-from cacheblend.blend import FusionResult, SequenceKV
+from cacheblend.blend import FusionConfig, FusionResult, SequenceKV
 from cacheblend.loader import LoadingPlan
 from cacheblend.retriever import Chunk, ScoredChunk
 
@@ -39,7 +39,7 @@ def namespace_of(cache_salt: str) -> str:
 
     A salt comes from outside and may be a client's secret: its hash is what disk, logs and messages have, and is of one length.
     """
-    return hashlib.sha256(cache_salt.encode()).hexdigest() if cache_salt else ""
+    return hashlib.sha256(cache_salt.encode(errors="surrogatepass")).hexdigest() if cache_salt else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ class Timings:
     """Seconds of each stage; TTFT is defined here.
 
     Args:
-        retrieve_s: embedding the question and searching the index; 0 where documents were brought.
+        retrieve_s: embedding the question and searching the index, or splitting the documents that were brought.
         ttft_s: question and chunks in hand -> first token id on the host: prompt, lookup, prefill and first token. Retrieval
             is not in it.
         decode_s: the tokens after the first.
@@ -273,7 +273,7 @@ class Request:
         engine: has its documents and stored KV.
         asked: what was asked for.
         method: how to prefill.
-        recompute_ratio, max_loss_nats: for "blend"; None leaves it to the loading controller, and widens nothing.
+        fusion: for "blend"; a ratio of None leaves it to the loading controller.
         max_tokens: most tokens to generate.
         chunks: the chunks in the prompt, in order.
         prompt: the prompt's token ids.
@@ -294,8 +294,7 @@ class Request:
     engine: Engine = field(repr=False)
     asked: RequestOptions
     method: str
-    recompute_ratio: float | None
-    max_loss_nats: float | None
+    fusion: FusionConfig
     max_tokens: int
     chunks: list[ScoredChunk]
     prompt: PromptTokens

@@ -64,8 +64,8 @@ class HttpConfig:
             allowed = "8 or more ASCII letters, digits and signs; `cacheblend api-key` makes one"
             raise ConfigError("api_key", "what is given (not shown)", allowed)
         for origin in self.cors_origins:
-            if origin != "*" and not origin.startswith(("http://", "https://")):
-                raise ConfigError("cors_origins", origin, "origins such as https://example.org")
+            if origin != "*" and not re.fullmatch(r"https?://[^\s,/]+", origin):
+                raise ConfigError("cors_origins", origin, "origins such as https://example.org, in a variable parted by spaces")
         for name in self.allowed_hosts:
             if not re.fullmatch(HOST_NAME, name):
                 raise ConfigError("allowed_hosts", name, "host names or addresses without a port, such as rag.example.org")
