@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from cacheblend.base.errors import InputError, RetrieverError
 from cacheblend.base.threads import Check, Progress, in_groups
-from cacheblend.blend import FusionConfig, Fusor
+from cacheblend.blend import Fusor
 from cacheblend.blend.loading import load_tokenizer
 from cacheblend.loader import LoadingController
 from cacheblend.retriever import Chunk, Document, Embedder, Retriever, ScoredChunk, checked_between_batches, in_reading_order
@@ -276,7 +276,7 @@ class Engine:
         if asked.recompute_ratio is not None or asked.max_loss_nats is not None:
             ratio = fusion.recompute_ratio if asked.recompute_ratio is None else asked.recompute_ratio
             selector = fusion.selector if asked.max_loss_nats is None else self._selector  # a calibrated one may not widen
-            fusion = FusionConfig(recompute_ratio=ratio, selector=selector, max_loss_nats=asked.max_loss_nats)
+            fusion = replace(fusion, recompute_ratio=ratio, selector=selector, max_loss_nats=asked.max_loss_nats)
         searches = asked.documents is not None or asked.layout is None or asked.num_chunks != 0
         if (layout := asked.layout) is None:
             layout = self.prompts.question(question)

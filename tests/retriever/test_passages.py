@@ -6,7 +6,7 @@ import pytest
 from plain_prompts import plain_prompts
 
 from cacheblend.retriever import Chunk
-from cacheblend.retriever.passages import Passage, StoredTexts, find_passages
+from cacheblend.retriever.passages import CANDIDATES, Passage, StoredTexts, find_passages
 
 RIVER = (
     "The river Thames flows through London and has been a route of trade for centuries. Its banks hold many of the city's "
@@ -82,6 +82,11 @@ def test_stored_texts_are_found_between_any_characters() -> None:
     assert [(one.reason, one.chunk and one.chunk.position) for one in found] == [("stored", 1), ("stored", 2), ("stored", 3)]
     del texts[1]
     assert [one.chunk and one.chunk.position for one in find_passages(text, "user", known)] == [2, 3]
+    for n in range(4, 5 + CANDIDATES):
+        texts[n] = f"{RIVER} Number {n}."
+        known.retain([2, 4, n - 1])
+        known.add([(n, "", texts[n])])
+    assert known.find(texts[4]), "what is gone has no candidate's place"
     rows = {n: "pier,depth_m,keeper,district,inspector\n" + f"P{n},3.5,Ada {n},north,Lovelace\n" * 9 for n in range(100)}
     assert all(map(stored(rows).find, rows.values()))  # although they begin as one
 

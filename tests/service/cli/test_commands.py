@@ -128,13 +128,14 @@ def test_a_file_of_pages_is_one_row(run: CommandLine, tmp_path: Path) -> None:
     assert "KV of 2 chunks" in run("documents", "delete", "r.pdf", *store, "--yes").out
 
 
-def test_documents(run: CommandLine, store: tuple[str, str]) -> None:
+def test_documents(run: CommandLine, store: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents are listed, shown and deleted without a model."""
+    monkeypatch.setenv("HOME", str(run.store.parent))
     first, *others = run("documents", "ls", *store, "--json").json["documents"]
     assert len(others) == 2
     assert first["stored_chunks"] > 0
     assert first["title"] in run("documents", "ls", *store).out
-    assert "3 documents" in run("documents", "ls", *store).out
+    assert "3 documents" in run("documents", "ls", f"--store-dir=~/{run.store.name}").out
     shown = run("documents", "show", first["id"], *store, "--json").json
     assert len(shown["texts"]) == first["chunks"]
     assert shown["texts"][0]["text"] in run("documents", "show", first["id"], *store).out

@@ -39,6 +39,8 @@ def test_an_ingest_says_what_it_takes(
     assert str(run.store) in said
     assert "1 file read: 3 documents, as a page" in said
     assert "about 0 tokens, 0 bytes more" in run.on_store("ingest", str(passages)).err, "all is there"
+    shutil.rmtree(run.store / "kv")
+    assert "about 0 tokens" not in run.on_store("ingest", str(passages)).err, "the KV must be computed"
     (new := tmp_path / "new.txt").write_text("words of a long text, in a line\n" * 16)
     said = run.on_store("ingest", str(passages), str(new)).err
     assert "0 bytes more" not in said, "new texts need as much beside those that are there"

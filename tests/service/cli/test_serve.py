@@ -79,6 +79,8 @@ def test_file_flag_and_variable(served: list[Any], tmp_path: Path) -> None:
         ('preset = "quick"', ConfigError, "exact, high, balanced, fast"),
         ("port = 70000", ConfigError, "65535"),
         ('cors_origins = ["example.org"]', ConfigError, "https://example.org"),
+        ('cors_origins = ["https://a.example,https://b.example"]', ConfigError, "parted by spaces"),
+        ('cors_origins = ["https://a.example/"]', ConfigError, "https://example.org"),
         ("[tenants.acme]", ConfigError, "api-key"),
         ('[tenants.acme]\napi_key_sha256 = "x"', ConfigError, "64 hex digits"),
         (f'[tenants."../x"]\napi_key_sha256 = "{DIGEST}"', ConfigError, "lower-case"),

@@ -17,6 +17,7 @@ from cacheblend.service.engine.prompt import MAX_NEW_TOKENS
     [
         ({"question": ""}, InputError, "question='' is empty"),
         ({"question": "", "documents": DOCUMENTS}, InputError, "question='' is empty"),
+        ({"question": "half \ud800"}, InputError, "half of a surrogate pair"),
         ({"num_chunks": 0}, InputError, "num_chunks=0 is not allowed"),
         ({"num_chunks": 1.5}, InputError, "num_chunks=1.5"),
         ({"top_k": -2}, ConfigError, "top_k=-2"),
@@ -40,6 +41,7 @@ from cacheblend.service.engine.prompt import MAX_NEW_TOKENS
         ({"temperature": -1.0}, ConfigError, "temperature=-1.0"),
         ({"temperature": float("inf")}, ConfigError, "temperature=inf"),
         ({"top_p": 1.1}, ConfigError, "top_p=1.1"),
+        ({"seed": 2**70}, ConfigError, "seed=1180"),
     ],
 )
 def test_bad_requests(engine: Engine, options: dict[str, object], error: type[Exception], message: str) -> None:
@@ -68,6 +70,9 @@ def test_an_answer_is_as_long_as_fits(open_ingested: OpenEngine) -> None:
     assert engine.prepare(QUESTION, num_chunks=1, max_tokens=7).max_tokens == 7
     with pytest.raises(PromptTooLongError, match="and 1 to generate"):
         engine.prepare(QUESTION, documents=[{"text": "word " * 600}])
+    engine.close()
+    for cap in (7, POSITIONS):
+        assert open_ingested(max_tokens=cap).prepare(QUESTION, num_chunks=3).max_tokens == min(cap, prepared.max_tokens)
     assert prepared.prompt.check_length(None, None) == MAX_NEW_TOKENS
 
 

@@ -168,6 +168,8 @@ def test_index_budget(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) 
         engine.ingest([{"id": "half", "text": str(big["text"])[:40_000]}])
     assert (engine.documents.page()[0], stored(engine)) == before
     engine.ingest([{"id": "small", "text": "few words"}])
+    engine.close()
+    assert open_engine(index_budget_bytes=1).ingest(DOCUMENTS[:1]).unchanged == 1, "writes nothing"
 
 
 def test_budget_below_the_corpus(open_engine: OpenEngine, caplog: pytest.LogCaptureFixture) -> None:

@@ -171,7 +171,8 @@ def test_r_star_and_selector(calibrated_engine: OpenEngine, calibration: Calibra
     """Without a profile, ratio and selector of the calibration are served; 0 is full reuse."""
     engine = calibrated_engine(replace(calibration, ratio=ratio))
     assert taken(engine) == (ratio, "gradual")
-    assert blended(engine, documents=[{"text": str(one["text"])} for one in DOCUMENTS[:2]]) == ratio
+    documents = [{"text": str(one["text"])} for one in DOCUMENTS[:2]]
+    assert [blended(engine, documents=documents, max_loss_nats=nats) for nats in (None, 50.0)] == [ratio, ratio]
 
 
 def test_the_controller_takes_it(calibrated_engine: OpenEngine) -> None:
@@ -209,12 +210,16 @@ def test_of_another_model(calibrated_engine: OpenEngine, calibration: Calibratio
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_damaged(calibrated_engine: OpenEngine, open_engine: OpenEngine, caplog: pytest.LogCaptureFixture) -> None:
-    """A damaged calibration is left with a warning that names the remedy, and the engine starts."""
+def test_damaged(
+    calibrated_engine: OpenEngine, open_engine: OpenEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A damaged calibration is left with a warning that names the remedy, and the engine starts with the defaults."""
     (path,) = calibrated_engine().config.profile_dir.glob("*.calibration.json")
     path.write_text("{")
     assert taken(open_engine(recompute_ratio=None)) == DEFAULTS
     assert "cacheblend calibrate" in caplog.text
+    monkeypatch.setattr("cacheblend.service.engine.profiles.WIDENED_PARAMETERS", 0)
+    assert open_engine(recompute_ratio=None).config.fusion.max_loss_nats is not None
 
 
 @pytest.mark.parametrize(
