@@ -95,6 +95,7 @@ class IndexedDocuments(Closing):
     chunks = _locked(Catalog.chunks)
     metadata = _locked(Catalog.metadata)
     verify = _locked(Catalog.verify)
+    check_room = _locked(Catalog.check_room)
     put = _locked(Catalog.put)
     delete = _locked(Catalog.delete)
 

@@ -119,15 +119,6 @@ class Retriever(IndexedDocuments):
             versions = {id_: self._catalog.version(id_) if self._catalog.is_intact(id_) else None for id_ in wanted}
         return [document for id_, document in wanted.items() if document.version != versions[id_]]
 
-    def check_room(self, documents: Iterable[Document]) -> None:
-        """Refuse documents whose texts would take the index beyond its budget, before any work on them.
-
-        Raises:
-            BudgetTooSmallError: there is no room for them.
-        """
-        with self._lock:
-            self._catalog.check_room(sum(len(document.content.encode()) for document in documents))
-
     def embed(self, documents: Iterable[Document], progress: Progress | None = None) -> Iterator[EmbeddedDocument]:
         """Split and embed documents, in groups; writes nothing, see `put`.
 

@@ -57,7 +57,7 @@ def ask(
         raise ConfigError("method", method, f"one of {', '.join(METHODS)}")
     MetadataFilter.of(wanted := parse_json(filter, "--filter"))
     config = settings.make(EngineConfig, model=model or DEFAULT, store_dir=store_dir)
-    config = replace(config, model=choose_model(model, yes=yes))
+    config = replace(config, model=choose_model(model, yes=yes), max_tokens=config.max_tokens or MAX_TOKENS)
     with terminal.shown_stages():
         from cacheblend.service.engine.engine import Engine
         from cacheblend.service.engine.request import Done
@@ -67,13 +67,12 @@ def ask(
         if not as_json:
             terminal.note(f"answering from {terminal.counted(engine.retriever.count(), 'document')} in {store_dir}")
         request = engine.prepare(question, num_chunks=num_chunks, filter=wanted, method=method)
-        request.max_tokens = min(request.max_tokens, config.max_tokens or MAX_TOKENS)
         for event in engine.stream(request):
             if not as_json:
                 _show(event.last_text + "\n" if isinstance(event, Done) else event.text)
         assert isinstance(event, Done)
         answer = event.answer
-        if config.max_tokens is None and len(answer.token_ids) == MAX_TOKENS:
+        if config.max_tokens == len(answer.token_ids) == MAX_TOKENS:
             terminal.note(f"ended after {MAX_TOKENS} tokens; --max-tokens allows more")
         engine.drain()
     if as_json:

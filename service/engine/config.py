@@ -183,8 +183,7 @@ def remembered_settings(store_dir: Path) -> dict[str, Any]:
 
 def has_kv(config: EngineConfig) -> bool:
     """Whether a store has KV, and it was computed as a configuration says."""
-    folder = Path(config.store_dir)
-    return (folder / KV_FOLDER).is_dir() and remembered_settings(folder) == _settings(config)
+    return Path(config.store_dir, KV_FOLDER).is_dir() and remembered_settings(Path(config.store_dir)) == _settings(config)
 
 
 def load_fusor(config: EngineConfig) -> Fusor:
