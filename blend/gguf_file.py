@@ -294,7 +294,8 @@ def _unread(architecture: str, fields: Mapping[str, Any], tensors: Set[str]) -> 
     """Name what transformers would silently leave out of a model."""
     if int(fields.get(f"{architecture}.expert_count", 0)) > 0:
         yield "it is a mixture of experts"
-    scaling = str(fields.get(f"{architecture}.rope.scaling.type", "none"))
+    factors = {float(fields.get(f"{architecture}.rope.{name}", 1)) for name in ("scaling.factor", "scale_linear")}
+    scaling = str(fields.get(f"{architecture}.rope.scaling.type", "none" if factors <= {0, 1} else "linear"))
     if scaling != "none":
         yield f"its rope is scaled ({scaling})"
     if any(name.startswith("rope_factors") for name in tensors):

@@ -116,6 +116,8 @@ def test_a_header_that_promises_more_than_there_is(llama_file: Path, kind: str) 
     [
         ({"expert_count": "many"}, InputError, r"m\.gguf is truncated or damaged .*'many'"),
         ({"name": "mamba"}, UnsupportedModelError, r"architecture 'mamba'.*llama"),
+        ({"rope.scaling.factor": 4}, UnsupportedModelError, r"its rope is scaled \(linear\)"),
+        ({"rope.scale_linear": 4}, UnsupportedModelError, r"its rope is scaled \(linear\)"),
         ({"rope.scaling.type": "yarn"}, UnsupportedModelError, r"its rope is scaled \(yarn\)"),
         ({"expert_count": 8}, UnsupportedModelError, "mixture of experts"),
         ({"split.count": 2}, InputError, "one part of 2; join them with llama-gguf-split --merge"),
