@@ -262,8 +262,8 @@ class Fusor:
         prompt.check_kv(self.fingerprint, self.runner.geometry, self.exact_fingerprint(len(prompt)))
         config, source = config or FusionConfig(), source or ResidentLayers()
         selector, nats = config.resolve_selector(), config.max_loss_nats
-        if nats is not None and isinstance(selector, QuestionAttention) and 0 < config.ratio < WIDE_RATIO:
-            return FusionSteps(widening_steps(self.runner, prompt, config.ratio, nats, source, sink))
+        if nats is not None and isinstance(selector, QuestionAttention) and 0 < selector.ratio < WIDE_RATIO:
+            return FusionSteps(widening_steps(self.runner, prompt, selector.ratio, nats, source, sink))
         return FusionSteps(Fusion(self.runner, prompt, selector, source, sink).steps())
 
     def prefix_steps(self, token_ids: Sequence[int], device: torch.device | None = None) -> tuple[FusionSteps, PrefixRun]:

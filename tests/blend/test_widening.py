@@ -12,6 +12,7 @@ from cacheblend.base.errors import ConfigError
 from cacheblend.blend import FusionConfig, Fusor, LayerKV, LayerReport, Prompt, ResidentLayers, Segment
 from cacheblend.blend.fidelity import first_token_kl_nats
 from cacheblend.blend.fusion import FusionSteps
+from cacheblend.blend.selectors import QuestionAttention
 from cacheblend.blend.widening import WIDE_RATIO, widening_steps
 
 
@@ -59,6 +60,7 @@ def test_a_first_token_that_has_settled_ends_a_blend() -> None:
     "config",
     [
         {"recompute_ratio": WIDE_RATIO},
+        {"selector": QuestionAttention(WIDE_RATIO)},
         {"recompute_ratio": 0.0},
         {"recompute_ratio": 1.0},
         {"max_loss_nats": None},
