@@ -73,7 +73,8 @@ def _reasons(model: PreTrainedModel, config: Any) -> Iterator[str]:
     if config.is_encoder_decoder:
         yield "it is an encoder-decoder, and only decoders are supported"
         return
-    if getattr(config, "use_bidirectional_attention", False) not in (False, None, "vision"):
+    is_causal = getattr(config, "is_causal", True)
+    if not is_causal or getattr(config, "use_bidirectional_attention", False) not in (False, None, "vision"):
         yield "its attention is bidirectional"
     if drops_softcap(model):
         yield "its soft-capped attention is not what transformers' sdpa computes; load it with attn_implementation='eager'"
@@ -120,6 +121,8 @@ class RotaryOfRows(nn.Module):
     def _fixed(rotary: nn.Module, position: int) -> Any:
         """A copy with the factors of this position."""
         twin: Any = copy.deepcopy(rotary)
+        if "long_mscale" in (rope := twin.config.rope_parameters):  # PhiMoE's, which its forward scales by each time
+            rope["long_mscale"] = rope["short_mscale"] = rope["long_mscale" if position else "short_mscale"]
         device = twin.inv_freq.device
         twin(torch.zeros(1, device=device), torch.full((1, 1), position, device=device))
         twin.rope_type = "default"
@@ -143,6 +146,9 @@ def turn_rows_alone(tree: nn.Module, border: int) -> None:
 def max_positions_of(config: Any) -> int | None:
     """The model's positions, up to which a `dynamic` rope does not depend on the prompt's length; None for any number."""
     positions = int(getattr(config, "max_position_embeddings", None) or 0)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "yarn":  # Qwen's model cards add it, and leave the config's positions as they were
+        positions = max(positions, int((rope["factor"] or 0) * rope["original_max_position_embeddings"]))
     return positions if positions > 0 else None
 
 

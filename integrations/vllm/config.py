@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from cacheblend.base.errors import ConfigError, UnsupportedModelError
 from cacheblend.base.options import from_options, options_of
 from cacheblend.blend import KVGeometry
-from cacheblend.blend.families import fingerprint_directory, weight_files
+from cacheblend.blend.families import fingerprint_directory, max_positions_of, weight_files
 from cacheblend.blend.loading import NO_CODE, class_for, load_tokenizer
 from cacheblend.loader import LoaderConfig
 from cacheblend.service.engine.chunk_context import ChunkNaming, read_context
@@ -108,7 +108,7 @@ class ConnectorConfig:
             overrides = f":{model.hf_overrides}" if model.hf_overrides else ""
             fingerprint = hashlib.sha256(f"{fingerprint}:vllm:{model.quantization}{overrides}{commit}".encode()).hexdigest()
         engine, prefix = self.engine, tuple(PromptRenderer(tokenizer, self.engine.instruction).prefix)
-        positions = getattr(named.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        positions = max_positions_of(named.config.get_text_config(decoder=True))
         filler, tokens = engine.context_filler, engine.context_document_tokens
         context = read_context(tokenizer, positions, filler, tokens, len(prefix))
         return ChunkNaming(prefix, context, fingerprint, engine.kv_cache_dtype)

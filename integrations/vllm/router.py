@@ -27,6 +27,7 @@ from starlette.types import Message as Event
 
 from cacheblend.base.errors import CacheBlendError, InputError, RetrieverError, StoreError
 from cacheblend.base.files import make_folder
+from cacheblend.blend.families import max_positions_of
 from cacheblend.blend.loading import load_tokenizer
 from cacheblend.retriever import Document, EmbeddedDocument, RetrieverConfig, Splitter
 from cacheblend.retriever.catalog import Catalog
@@ -240,7 +241,7 @@ class BlendRoutes:
         tokenizer.chat_template = own.chat_template or tokenizer.chat_template
         variables, length = own.default_chat_template_kwargs, int(model.max_model_len)
         marker = await run_in_threadpool(PromptMarker, tokenizer, config, length, naming, vllm_renderer(own), variables)
-        positions = getattr(model.hf_text_config, "max_position_embeddings", None)
+        positions = max_positions_of(model.hf_text_config)
         self.engine = RunningEngine(marker, naming, positions, engine_client.collective_rpc, model.is_hybrid)
 
     async def mark(self, path: str, body: bytes) -> bytes:

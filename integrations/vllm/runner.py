@@ -32,6 +32,7 @@ from cacheblend.blend.anatomy import PROBED, Attended, Probe, Projection, Unblen
 from cacheblend.blend.attention import Rows
 from cacheblend.blend.cpu_modules import with_fused_norms, with_modules
 from cacheblend.blend.decoder import ROWS_AT_ONCE
+from cacheblend.blend.families import max_positions_of
 from cacheblend.blend.interfaces import CosSin
 from cacheblend.blend.layer_passes import AsCached, IsolatedPass, QuestionPass, RowsPass, Run, SharedPrefix, prefix_mask, runs
 from cacheblend.store import LayerPair
@@ -168,7 +169,7 @@ class VllmRunner:
         self.geometry = self._find_geometry(device)
         self.windows: list[int | None] = [_window(own, self._hf_config) for own in self.attentions[: self.geometry.layers]]
         self.vocab_size = int(self._hf_config.vocab_size)
-        self.max_positions: int | None = getattr(self._hf_config, "max_position_embeddings", None)
+        self.max_positions = max_positions_of(self._hf_config)
         linear = [part for part in layers[-1].modules() if isinstance(part, LinearBase)]  # whose weights may be packed away
         self.layer_parameters = sum(part.input_size * part.output_size for part in linear)
         self.cpu_attention: CpuAttention | None = None
@@ -435,7 +436,7 @@ def _parts(layer: Any, hf_config: Any) -> tuple[Any, Any]:
 def _window(attention: Any, hf_config: Any) -> int | None:
     """The layer's sliding window in tokens; None where it has none, or one that no prompt reaches."""
     window = getattr(attention, "sliding_window", None)
-    positions = getattr(hf_config, "max_position_embeddings", None)
+    positions = max_positions_of(hf_config)
     return None if window is None or (positions is not None and window >= positions) else int(window)
 
 

@@ -97,6 +97,7 @@ INDEXED |= {"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 
         ("mamba", {**TINY, "state_size": 4}, "mamba models do not go on from a state: its forward returns no cache"),
         ("gpt_neox_japanese", {**TINY, "intermediate_multiple_size": 2}, "its attention is its own code"),
         ("llama", {**TINY, "sliding_window": 8}, "sliding window of 8 tokens.*config.json"),
+        ("llama", {**LAYERS, "is_causal": False}, "attention is bidirectional"),
         ("deepseek_v32", INDEXED, "an indexer chooses the keys"),
         ("t5", {"vocab_size": 64, "d_model": 32, "d_ff": 32, "d_kv": 8, "num_layers": 1, "num_heads": 2}, "encoder-decoder"),
     ],
@@ -132,6 +133,14 @@ def test_prompts_beyond_the_length_at_which_a_dynamic_rope_changes() -> None:
     steps.run()
     assert furthest_from_prefill(fusor, [Segment(ids[:40], run, exact=True), Segment(ids[40:64])]) < 1e-4
     assert furthest_from_prefill(fusor, [Segment(ids[:40], run, exact=True), Segment(ids[40:])]) > 1e-3
+
+
+def test_prompts_beyond_the_length_before_a_yarn() -> None:
+    """A yarn's factor lengthens prompts, though the config names the positions of before, as Qwen's model cards say."""
+    yarn = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    config = AutoConfig.for_model("llama", **LAYERS, max_position_embeddings=64, rope_parameters=yarn)
+    fusor, ids = Fusor(AutoModelForCausalLM.from_config(config)), [1 + index % 60 for index in range(128)]
+    assert furthest_from_prefill(fusor, [Segment(ids[:90], fusor.precompute(ids[:90])), Segment(ids[90:])]) < 1e-4
 
 
 def test_an_unverified_family_is_checked_against_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """A longrope turns a prompt of any length by the model's factors for that length."""
 
 import pytest
+from model_families import tiny_model as family_model
 from prompts import draw_ids
 from tiny_models import ROPE_BORDER, tiny_model
 
@@ -11,9 +12,13 @@ from cacheblend.blend.generation import SequenceKV
 SHORT, LONG = ROPE_BORDER - 3, ROPE_BORDER + 40
 
 
-@pytest.fixture
-def fusor() -> Fusor:
-    return Fusor(tiny_model("phi3-longrope"))
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "short_mscale": 1.0, "long_mscale": 2.0}
+PHIMOE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": ROPE_BORDER, **FACTORS}
+
+
+@pytest.fixture(params=["phi3", "phimoe"])
+def fusor(request: pytest.FixtureRequest) -> Fusor:
+    return Fusor(tiny_model("phi3-longrope") if request.param == "phi3" else family_model("phimoe", rope_parameters=PHIMOE))
 
 
 @pytest.mark.parametrize("tokens", [ROPE_BORDER, ROPE_BORDER + 1, LONG])
