@@ -153,8 +153,8 @@ def max_positions_of(config: Any) -> int | None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files of a model folder that hold its weights."""
-    return sorted((*directory.glob("*.safetensors"), *directory.glob("*.bin")))
+    """The files of a model folder that hold its weights: of transformers' names, or if there are none, of any."""
+    return sorted(directory.glob("*model*.safetensors")) or sorted((*directory.glob("*.safetensors"), *directory.glob("*.bin")))
 
 
 def fingerprint_directory(directory: Path, model: nn.Module, dtype: torch.dtype) -> str:

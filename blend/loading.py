@@ -55,7 +55,7 @@ def locate_model(path_or_hub_id: str, **kwargs: Any) -> str:
     name = str(path_or_hub_id)
     if is_gguf(name):
         return str(convert_gguf(Path(name)))
-    if (Path(name) / "config.json").is_file():
+    if Path(name, kwargs.get("subfolder", ""), "config.json").is_file():
         return name
     if known := KNOWN_MODELS.get(name):
         if not known.is_fetched:
@@ -107,12 +107,12 @@ def load_model(
         model, loaded = class_for(name, kwargs).from_pretrained(name, dtype=dtype, **options)
         if drops_softcap(model):
             model.set_attn_implementation("eager")
-    except (ValueError, StrictDataclassError) as error:
+    except (ValueError, KeyError, ImportError, StrictDataclassError) as error:
         if "trust_remote_code" in str(error):
             raise UnsupportedModelError(f"{name!r} needs Python code of its own, which is never run; use another") from error
         if "Unrecognized" in str(error) or "model type" in str(error):
             raise UnsupportedModelError(f"transformers knows no causal LM for {name!r}: {error}") from error
-        raise InputError(f"the model {name!r} cannot be loaded: {error}") from error
+        raise InputError(f"the model {name!r} cannot be loaded ({type(error).__name__}: {error})") from error
     except SafetensorError as error:
         raise InputError(f"the weights of {name!r} are damaged ({error}); fetch or save them again") from error
     except OSError as error:
@@ -130,13 +130,15 @@ def load_model(
         )
     if "device_map" not in kwargs and "quantization_config" not in kwargs:
         model.to(device)
+    if dtype is torch.float32 and not getattr(model, "is_quantized", False):
+        model.float()  # without a GPU transformers dequantises FP8 weights, and leaves some in bfloat16
     model.eval()
     model.requires_grad_(False)
     folder = Path(name)
     if not folder.is_dir():
         folder = Path(snapshot_download(name, local_files_only=True, **_options(kwargs, "revision", "cache_dir")))
     folder /= kwargs.get("subfolder", "")
-    if weight_files(folder):
+    if weight_files(folder) and not {"variant", "gguf_file"} & kwargs.keys():
         return model, fingerprint_directory(folder, model, dtype)
     return model, fingerprint_module(model, dtype)
 
@@ -145,36 +147,46 @@ def load_tokenizer(path_or_hub_id: str, **kwargs: Any) -> Any:
     """The model's tokenizer, or None where the directory has none: transformers would make an empty one for some families.
 
     Raises:
-        InputError, UnsupportedModelError: see `locate_model`.
+        InputError, UnsupportedModelError: see `locate_model`; or the tokenizer's files cannot be read.
     """
     name = locate_model(path_or_hub_id, **kwargs)
-    if Path(name).is_dir() and not has_tokenizer_files(Path(name)):
+    folder = Path(name, kwargs.get("subfolder", ""))
+    if folder.is_dir() and not has_tokenizer_files(folder):
         return None
     try:
         return transformers.AutoTokenizer.from_pretrained(name, **_options(kwargs), **NO_CODE)
-    except (OSError, ValueError, KeyError, ImportError):
+    except OSError:
         return None
+    except Exception as error:  # tokenizers raises no narrower one
+        raise InputError(f"the tokenizer of {name!r} cannot be read ({type(error).__name__}: {error})") from error
 
 
 def read_config(path_or_hub_id: str) -> Any:
     """The config of a model, see `locate_model`, or of its config.json; a GGUF file is not converted for it.
 
     Raises:
-        InputError: no model there.
+        InputError: no model there, or its config cannot be read.
     """
     name = str(path_or_hub_id)
     options = {"gguf_file": Path(name).name} if is_gguf(name) else {}
     found = str(Path(name).parent) if options or Path(name).name == "config.json" else locate_model(name)
     try:
         return transformers.AutoConfig.from_pretrained(found, **options, **NO_CODE)
-    except (OSError, ValueError, StrictDataclassError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise InputError(f"the config of the model {name!r} cannot be read: {error}") from error
 
 
 def count_weights(config: Any) -> tuple[int, str | None]:
-    """The number of a model's weights, without memory for them, and the reason why it is served exactly, if it is."""
-    with torch.device("meta"):
-        model = class_for("", {"config": config}).from_config(config)
+    """The number of a model's weights, without memory for them, and the reason why it is served exactly, if it is.
+
+    Raises:
+        InputError: transformers makes no causal LM of this config.
+    """
+    try:
+        with torch.device("meta"):
+            model = class_for("", {"config": config}).from_config(config)
+    except (ValueError, KeyError, ImportError) as error:
+        raise InputError(f"transformers makes no causal LM of the config ({type(error).__name__}: {error})") from error
     return sum(weights.numel() for weights in model.parameters()), exact_reason(model)
 
 

@@ -15,6 +15,7 @@ from cacheblend.base.errors import InputError, PromptTooLongError
 from cacheblend.blend import FusionConfig, Fusor, IncompatibleKVError, Segment, UnsupportedModelError
 from cacheblend.blend import fusor as fusor_module
 from cacheblend.blend.anatomy import LayerAnatomy
+from cacheblend.blend.loading import load_model, load_tokenizer
 from cacheblend.store import ChunkKV
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -171,6 +172,29 @@ def test_a_model_saved_without_its_tokenizer(tmp_path: Path) -> None:
         == Fusor.from_pretrained(str(tmp_path)).fingerprint
         != Fusor.from_pretrained(str(tmp_path), dtype=torch.bfloat16).fingerprint
     )
+    (tmp_path / "tokenizer.json").write_text('{"added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": [["a"]]}}')
+    with pytest.raises(InputError, match="cannot be read"):
+        load_tokenizer(str(tmp_path.parent), subfolder=tmp_path.name)
+
+
+def test_weight_files_that_are_not_loaded(tmp_path: Path) -> None:
+    """They do not change a folder's fingerprint; a variant of the weights has its own."""
+    tiny_model("qwen2").save_pretrained(tmp_path)
+    _, fingerprint = load_model(str(tmp_path), "cpu", "auto")
+    (tmp_path / "consolidated.safetensors").write_bytes(b"")
+    (tmp_path / "training_args.bin").write_bytes(b"")
+    assert load_model(str(tmp_path), "cpu", "auto")[1] == fingerprint
+    tiny_model("qwen2", seed=1).save_pretrained(tmp_path, variant="other")
+    assert load_model(str(tmp_path), "cpu", "auto")[1] != load_model(str(tmp_path), "cpu", "auto", variant="other")[1]
+
+
+@pytest.mark.parametrize("change", [{"quantization_config": {"quant_method": "awq"}}, {"hidden_act": "nope"}])
+def test_a_config_that_asks_for_what_is_not_there(change: dict[str, Any], tmp_path: Path) -> None:
+    """A package that is not installed, and a name that transformers does not know, are named."""
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **LAYERS)).save_pretrained(tmp_path)
+    AutoConfig.for_model("llama", **LAYERS, **change).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"cannot be loaded \((ImportError: .*gptqmodel|KeyError: 'nope')"):
+        Fusor.from_pretrained(str(tmp_path))
 
 
 def test_code_that_comes_with_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
 from cacheblend.blend import Fusor, compiled_file
@@ -56,3 +57,16 @@ def test_a_checkpoint_that_is_loaded(
     tiny_model("llama", dtype=named).save_pretrained(tmp_path / "model")
     assert Fusor.from_pretrained(str(tmp_path / "model"), dtype="auto").decoder.dtype is named
     assert Fusor.from_pretrained(str(tmp_path / "model")).decoder.dtype is FULL
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes in FP8")
+def test_fp8_weights_without_a_gpu(tmp_path: Path) -> None:
+    """A checkpoint of FP8 weights computes in the dtype that it is loaded in."""
+    model, file = tiny_model("llama", dtype=BRAIN), tmp_path / "model.safetensors"
+    model.config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    model.save_pretrained(tmp_path)
+    weights = load_file(file)
+    for name in [name for name in weights if name.endswith("proj.weight")]:
+        weights[name], weights[f"{name}_scale_inv"] = weights[name].to(torch.float8_e4m3fn), torch.ones(1, 1)
+    save_file(weights, file, metadata={"format": "pt"})
+    assert {parameter.dtype for parameter in Fusor.from_pretrained(str(tmp_path)).model.parameters()} == {FULL}

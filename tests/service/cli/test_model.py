@@ -80,8 +80,10 @@ def test_cheapest_without_delay(run: CommandLine, tmp_path: Path) -> None:
 def test_bad_profiles_and_plans(run: CommandLine, tmp_path: Path) -> None:
     """What is missing or out of range ends in one line that names it, and nothing is written."""
     profile = str(write_profile(tmp_path, linear_profile()))
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_act": "nope"}')
     for arguments, code, says in (
         (("plan", "nowhere.json"), 2, "nowhere.json"),
+        (("plan", str(tmp_path / "config.json")), 2, "'nope'"),
         (("plan", profile, "--tokens", "0"), 2, "'--tokens'"),
         (("plan", profile, "--ratio", "2"), 2, "'--ratio'"),
         (("profile", str(run.model), "--store-dir", str(run.store), "--length", "0"), 2, "lengths=(0,)"),
