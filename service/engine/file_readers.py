@@ -3,7 +3,7 @@
 import json
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime, time
 from email import message_from_bytes, policy
@@ -100,14 +100,25 @@ def _mail_text(message: EmailMessage) -> str:
     """The headers that people read, the text, and the texts and the names of what is attached."""
     pieces = ["\n".join(f"{name}: {message[name]}" for name in _HEADERS if message[name])]
     kinds = ("html", "plain") if message.get_content_type() == "multipart/related" else ("plain", "html")
-    body = message.get_body(kinds)
-    if body is not None:
-        pieces.append(_content(body))
-    for part in message.iter_attachments() if message.is_multipart() else ():
+    for part in _leaves(message, kinds):
         name = part.get_filename() or ""
         text = _content(part) if re.match("text/(?!css)|message/", part.get_content_type()) else ""
-        pieces.append(f"Attachment: {name}\n\n{text}".strip() if name or text else "")
+        pieces.append(f"Attachment: {name}\n\n{text}".strip() if name else text)
     return "\n\n".join(filter(str.strip, pieces))
+
+
+def _leaves(part: MIMEPart, kinds: Sequence[str]) -> Iterator[MIMEPart]:
+    """The parts of a mail in order: of alternatives one of `kinds`, and no pictures that stand in a text."""
+    kind = part.get_content_type()
+    if kind == "multipart/alternative":
+        body = part.get_body(kinds)
+        yield from (one for one in part.walk() if one is body or one.is_attachment())
+    elif kind.startswith("multipart/"):
+        for inner in part.iter_parts():
+            if kind != "multipart/related" or inner.get_content_maintype() != "image":
+                yield from _leaves(inner, kinds)
+    else:
+        yield part
 
 
 def _content(part: MIMEPart) -> str:
@@ -117,7 +128,7 @@ def _content(part: MIMEPart) -> str:
     raw = raw if isinstance(raw, bytes) else b""
     charset, text = part.get_content_charset("utf-8"), ""
     if not code_page(charset) and not re.fullmatch("(us-)?ascii|utf-?8", charset):  # one that only mails have, such as UTF-7
-        with suppress(LookupError, UnicodeError):
+        with suppress(LookupError, ValueError):
             text = raw.decode(charset)
     text = text or decoded(raw, charset) or ""
     return html_text(text.encode(), is_page=False) if part.get_content_subtype() == "html" and text.strip() else text

@@ -200,14 +200,18 @@ def test_kinds_that_are_refused_and_texts_in_gzip(tmp_path: Path) -> None:
     mail["From"], mail["Subject"] = "Jürgen <j@example.org>", "Fähre"
     mail.set_content("<p>Sie fällt aus.</p>", subtype="html")
     mail.add_attachment(b"\x89PNG" * 99, maintype="image", subtype="png", filename="a.png")
+    mail.add_attachment("Sent by a list", disposition="inline")
+    mail.add_attachment("<p>Moles", subtype="html", filename="b.html")
+    signed = b"Subject: Two\nContent-Type: multipart/signed; boundary=S\n\n--S\n%b\n--S--\n" % mail.as_bytes()
     other = tmp_path / "other"
     other.mkdir()
     (other / "log.txt.gz").write_bytes(gzip.compress("Müde Möwen".encode()))
-    (other / "box.mbox").write_bytes(b'From a\n%b\nFrom b\nTo: "\nSubject: Two\n\nSecond\n' % mail.as_bytes())
+    (other / "box.mbox").write_bytes(b'From a\n%b\nFrom b\nTo: "\n%b' % (mail.as_bytes(), signed))
     texts, _ = read(other)
     assert texts["log.txt.gz"] == "Müde Möwen"
-    assert texts["box.mbox#message=1"] == "From: Jürgen <j@example.org>\nSubject: Fähre\n\nSie fällt aus.\n\nAttachment: a.png"
-    assert "Second" in texts["box.mbox#message=2"]
+    parts = "\n\nSie fällt aus.\n\nAttachment: a.png\n\nSent by a list\n\n\nAttachment: b.html\n\nMoles"
+    assert texts["box.mbox#message=1"] == f"From: Jürgen <j@example.org>\nSubject: Fähre{parts}"
+    assert texts["box.mbox#message=2"] == f'To: "\nSubject: Two{parts}'
 
 
 def test_tables_are_found_and_shown_with_their_heads() -> None:
