@@ -31,6 +31,7 @@ _BLOCKS = re.compile(
 _TABLES, _ROWS, _CELLS = {"tbl", "table"}, {"tr", "table-row"}, {"tc", "td", "th", "table-cell", "covered-table-cell"}
 _BREAKS = {"br": "\n", "cr": "\n", "line-break": "\n", "tab": "\t", "s": " ", "noBreakHyphen": "-"}
 MAX_SPAN = 100  # columns and rows that a cell spans or is repeated in
+MIN_ARTICLE_CHARACTERS = 250  # of a page's text; of less trafilatura returns lines without tables and headings
 MENU_SHARE = 0.2  # of a page's words that are links; a page of more has menus
 # Of a page's words that are no links, which what is taken for its article has at least: with menus around it, and without.
 MENU_ARTICLE_SHARE, ARTICLE_SHARE = 0.5, 0.9
@@ -125,7 +126,7 @@ class MarkdownWriter:
                     text = "".join(rows[-1][len(cells) : len(cells) + 1])
                 span = cell.find("{*}tcPr/{*}gridSpan")
                 across = _number(_attribute(span, "val") or _attribute(cell, "colspan", "gridSpan"))
-                across = 1 if rows and across >= len(rows[0]) else across  # over all columns: a heading, once
+                across = 1 if rows and 1 < len(rows[0]) <= across else across  # over all columns: a heading, once
                 for _ in range(max(across, _number(_attribute(cell, "columns-repeated")))):
                     below[len(cells)] = (_number(_attribute(cell, "rowspan")) - 1, text)
                     cells.append(text)
@@ -260,13 +261,18 @@ def html_text(raw: bytes, *, is_page: bool = True) -> str:
     tree = html.document_fromstring(text.encode(), parser=html.HTMLParser(encoding="utf-8", huge_tree=True))
     for element in list(tree.iter()):
         is_hidden = element.get("hidden") is not None or _HIDDEN.search(element.get("style") or "")
-        if (is_hidden or (_SKIPPED.fullmatch(_name(element)) and element.tag != "head")) and element.getparent() is not None:
-            element.drop_tree()
+        if element.tag not in ("html", "head", "body") and (is_hidden or _SKIPPED.fullmatch(_name(element))):
+            element.clear(keep_tail=True)  # lxml's `drop_tree` fails at control characters in the text around it
+            element.tag = "script"
+        elif element.tag == "img" and "\\" in (formula := element.get("alt") or ""):
+            element.tag, element.text = "span", "".join(one if one.isprintable() else " " for one in formula)
+    for line_break in tree.iterfind(".//pre//br"):
+        line_break.tag, line_break.text = "span", "\n"
     text = MarkdownWriter(is_mixed=True)(tree)
     if not is_page:
         return text
     words, linked = len(text.split()), sum(len(link.text_content().split()) for link in tree.iter("a"))
-    if linked:
+    if linked and len(text) >= MIN_ARTICLE_CHARACTERS:
         from trafilatura import extract
 
         article = extract(copy.deepcopy(tree), output_format="markdown", favor_recall=True, include_comments=False) or ""
@@ -274,4 +280,4 @@ def html_text(raw: bytes, *, is_page: bool = True) -> str:
         text = article if len(article.split()) >= least * (words - linked) else text
     title = " ".join((tree.findtext(".//title") or "").split())
     is_titled = text.startswith("# ") and title in text[: 2 * len(title) + 2]
-    return text if is_titled or not title else f"# {title}\n\n{text}"
+    return text if is_titled or not title or not text else f"# {title}\n\n{text}"

@@ -153,6 +153,8 @@ def test_office_files_with_odd_parts(tmp_path: Path) -> None:
     flat = f'<o xmlns:x="x"><x:body><x:text>{flat}{cells}</x:text></x:body></o>'
     (tmp_path / "fees.fodt").write_text(flat)
     (tmp_path / "hall.html").write_text("<table><caption>Hire<tr><td>A<td>B<tr><td colspan=2>By day<tr><td>1<td>2</table>")
+    odd = "<body hidden>Line\vone<button>Copy</button>: <img alt='\\pi'> <a>here</a>.<pre>a<br>b</pre>"
+    (tmp_path / "odd.html").write_text(f"{odd}<table><tr><td>P<tr><td colspan=2>Q<td>R</table>")
     (tmp_path / "mail.html").write_text("<table><tr><td>Dear Ann,</td></tr><tr><td>it ships</td></tr></table>")
     openpyxl = pytest.importorskip("openpyxl")
     sheet = (workbook := openpyxl.Workbook()).active
@@ -177,6 +179,7 @@ def test_office_files_with_odd_parts(tmp_path: Path) -> None:
         "fees.fodt": "## Fees\n\nForty crowns\n\n| A | 7 |\n| --- | --- |",
         "hall.html": "Hire\n\n| A | B |\n| --- | --- |\n| By day |  |\n| 1 | 2 |",
         "mail.html": "Dear Ann,\n\nit ships",
+        "odd.html": "Line one: \\pi here.\n\n```\na\nb\n```\n\n| P |  |  |\n| --- | --- | --- |\n| Q | Q | R |",
         "tariff.xlsm#sheet=Sheet": "Tariff 2031\n\n| Boat | Share | Z-01234 |\n| --- | --- | --- |\n| Alma | 25% | -1.6 |\n"
         "| Bern | 12 (comment: ask Vega) | NA |\n| 55667788 | 5M | 1.23E-05 |",
     }

@@ -169,6 +169,7 @@ BROKEN = {  # files that cannot be used, of each sort
     "no.docx": b"PK\x03\x04 no archive",
     "other.docx": zipped({"a.txt": "b"}),
     "no.xlsx": b"text",
+    "empty.html": b"<title>Our docs</title><div id=root></div>",
     "no.pptx": bytes(100),
     "no.epub": b"\xff" * 10,
     "line.jsonl": b'{"text": "fine"}\nnot json\n',
