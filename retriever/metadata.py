@@ -19,12 +19,12 @@ _NO_TEXT = re.compile(r"[\x00\ud800-\udfff]")  # half a character, and what ends
 
 
 def read_metadata(given: object) -> dict[str, Any]:
-    """Check a document's metadata, text, numbers and true or false by name, or lists of them; null is as if left out.
+    """Check a document's metadata, text, numbers and true or false by name, or lists of them; null and [] are as if left out.
 
     Raises:
         InputError: it is nested or too much, or a name or a value is not allowed.
     """
-    found = {name: value for name, value in _fields(given, "metadata").items() if value is not None}
+    found = {name: value for name, value in _fields(given, "metadata").items() if value not in (None, [], ())}
     for name, value in found.items():
         _check_values(name, value if isinstance(value, list | tuple) else [value])
     if (nbytes := len(as_json(found).encode())) > MAX_BYTES:

@@ -6,6 +6,7 @@ import gzip
 import json
 import mimetypes
 import os
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -85,7 +86,7 @@ class SourceReport:
     def distinct(self, source: str, documents: Iterable[Document]) -> Iterator[Document]:
         """The documents of a source; of two with one id and different texts, the later one is a fault."""
         for document in documents:
-            if self.strict or self.versions.setdefault(document.id, document.version) == document.version:
+            if self.versions.setdefault(document.id, document.version) == document.version:
                 yield document
             else:
                 self.faults[f"{source}: {document.id}"] = f"{source}: another document has the id {document.id!r}; rename it"
@@ -170,26 +171,28 @@ class DocumentStream:
     def _documents(self, on_file: Callable[[Path], None] = lambda _: None) -> Iterator[Document]:
         self.report.versions.clear()  # of an earlier reading
         for source in self._sources:
-            for document in self.report.distinct(source, self._read(source, on_file)):
-                yield replace(document, metadata={**self._metadata, **document.metadata})
+            yield from self.report.distinct(source, self._read(source, on_file))
 
     def _read(self, source: str, on_file: Callable[[Path], None]) -> Iterator[Document]:
         if source == STANDARD_INPUT:
             with self.report.noting(source, is_found=False):
-                yield from _line_documents(_read_lines(sys.stdin.buffer, "standard input"), self.report.note)
+                lines = _read_lines(sys.stdin.buffer, "standard input")
+                yield from _line_documents(lines, self.report.note, self._metadata)
         elif _is_url(source):
             with self.report.noting(source, is_found=False):
                 path, title = self._web.fetch(source)
-                id_, note = source.partition("#")[0], self.report.note
-                yield from file_documents(path, id_, self._converter, title=title, where=source, fault=note)
+                yield from self._read_file(path, source.partition("#")[0], title=title, where=source)
         else:
             for file, id_ in source_files(source, self.report.skipped):
                 with self.report.noting(str(file), is_found=Path(source) != file):
                     on_file(file)
-                    self.files.discard(id_)  # which an earlier reading may have added
-                    before = self.report.faulty_parts
-                    yield from file_documents(file, id_, self._converter, fault=self.report.note)
-                    self.files.update([id_] if self.report.faulty_parts == before else ())
+                    yield from self._read_file(file, id_)
+
+    def _read_file(self, path: Path, id_: str, **named: str) -> Iterator[Document]:
+        self.files.discard(id_)  # which an earlier reading may have added
+        before, note = self.report.faulty_parts, self.report.note
+        yield from file_documents(path, id_, self._converter, metadata=self._metadata, fault=note, **named)
+        self.files.update([id_] if self.report.faulty_parts == before else ())
 
 
 def _is_url(source: str) -> bool:
@@ -223,9 +226,13 @@ def files_below(root: Path, skipped: dict[str, str]) -> list[Path]:
     `skipped` receives the paths that are left out, and why: `UNLISTED` of a folder whose files are unknown.
     """
     with needs_extra("rag"):
-        from pathspec import GitIgnoreSpec
+        from pathspec import GitIgnoreSpec, Pattern
 
     specs, found = dict[Path, GitIgnoreSpec](), list[Path]()
+
+    def compile_line(line: str) -> Iterator[Pattern]:
+        with suppress(ValueError, re.error):  # git passes over such a line too
+            yield from GitIgnoreSpec.from_lines([line]).patterns
 
     def is_ignored(path: Path, suffix: str = "") -> bool:
         verdict = None
@@ -239,9 +246,9 @@ def files_below(root: Path, skipped: dict[str, str]) -> list[Path]:
         here, lines = Path(at), list[str]()
         for name in filter(names.__contains__, IGNORE_FILES):
             with suppress(OSError), (here / name).open("rb") as file:  # one that cannot be read has none
-                lines += file.read(MAX_SAMPLE_BYTES).decode(errors="replace").splitlines()
+                lines += file.read(MAX_SAMPLE_BYTES).decode("utf-8-sig", errors="replace").splitlines()
         if lines:
-            specs[here] = GitIgnoreSpec.from_lines(lines)
+            specs[here] = GitIgnoreSpec([pattern for line in lines for pattern in compile_line(line)])
         for name in list(folders):
             path = here / name
             why = "hidden" if name.startswith(".") else "a link to a folder" if os.path.islink(path) else ""
@@ -280,13 +287,14 @@ def file_documents(
     fault: Fault,
     title: str | None = None,
     where: str | None = None,
+    metadata: Metadata = MappingProxyType({}),
     check: Callable[[], None] = lambda: None,
     max_bytes: int | None = None,
 ) -> Iterator[Document]:
     """The documents of a file; see `DocumentStream`.
 
     Parts of it have their place appended to `id_`; `where` names it in messages, in place of its path. A text that begins with
-    no title has `title`; left out, the file's name. `check` is called once a line, and again and again during a conversion;
+    no title has `title`; left out, the file's name. `metadata` are as in `DocumentStream`. `check` is called once a line, and again and again during a conversion;
     what it raises ends the reading. `max_bytes` bounds JSON lines, unpacked. `fault` is called with the place and the fault of
     a line or a page that is no document.
 
@@ -304,7 +312,7 @@ def file_documents(
         raise InputError(f"{where}: a file of this kind is not read; {kind}")
     if name.endswith(JSONL_SUFFIXES):
         with _opened(path, where) as lines:
-            yield from _line_documents(_read_lines(lines, where, check, max_bytes), fault)
+            yield from _line_documents(_read_lines(lines, where, check, max_bytes), fault, metadata)
         return
     if kind is not None:
         for part in converter.convert(path, check, where):
@@ -313,13 +321,13 @@ def file_documents(
             try:
                 if part.fault:
                     raise InputError(part.fault)
-                yield _document({"id": id_ + place, "title": of_part, "text": part.text}, at)
+                yield _document({"id": id_ + place, "title": of_part, "text": part.text}, at, metadata)
             except InputError as error:
                 fault(at, str(error).removeprefix(f"{at}: "))
         return
     text = _read_text(path, where)
     title = (name.removesuffix(".gz").endswith(TITLED_SUFFIXES) and front_title(text)) or title
-    yield _document({"id": id_, "title": title, "text": text}, where)
+    yield _document({"id": id_, "title": title, "text": text}, where, metadata)
 
 
 def _read_text(path: Path, where: str) -> str:
@@ -440,7 +448,7 @@ def parse_json(text: str, where: str) -> Any:
         raise InputError(f"{where}: JSON that cannot be read ({error}); write such a number as text") from None
 
 
-def _line_documents(lines: Iterable[tuple[str, bytes]], fault: Fault) -> Iterator[Document]:
+def _line_documents(lines: Iterable[tuple[str, bytes]], fault: Fault, metadata: Metadata) -> Iterator[Document]:
     for where, raw in lines:
         try:
             value = _line_value(raw, where)
@@ -448,16 +456,17 @@ def _line_documents(lines: Iterable[tuple[str, bytes]], fault: Fault) -> Iterato
                 raise InputError(f'{where}: not a document {{"id", "title", "text"}}; give each line a text')
             if isinstance(value.get("id"), int):
                 value["id"] = str(value["id"])
-            yield _document(value, where)
+            yield _document(value, where, metadata)
         except InputError as error:
             fault(where, str(error).removeprefix(f"{where}: "))
 
 
-def _document(raw: dict[str, Any], where: str) -> Document:
+def _document(raw: dict[str, Any], where: str, metadata: Metadata) -> Document:
     if len(raw["text"]) > MAX_TEXT_BYTES:
         raise _too_long(where)
     try:
-        return Document.of(raw)
+        document = Document.of(raw)
+        return replace(document, metadata={**metadata, **document.metadata}) if metadata else document
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
 

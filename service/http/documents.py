@@ -251,11 +251,12 @@ def _read_file(server: Server, file: FormFile, check: Check, faults: dict[str, s
                 converter,
                 title=title,
                 where=name,
+                metadata=file.metadata,
                 check=check_in_time,
                 max_bytes=MAX_UNPACKED_BYTES,
                 fault=own_faults.__setitem__,
             ):
-                documents.append(replaced(document, metadata={**file.metadata, **document.metadata}))
+                documents.append(document)
                 characters += len(document.text)
                 if len(documents) > max_documents or characters > MAX_CHARACTERS:
                     why = f"more than {max_documents} documents or {MAX_CHARACTERS} characters; split it"

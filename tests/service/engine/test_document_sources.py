@@ -149,7 +149,7 @@ def test_hidden_and_ignored_files(tmp_path: Path) -> None:
     for name in (*names.split(), "store/kv/store.json", "store/settings.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
-    (tmp_path / ".gitignore").write_text("build/\n*.log\n")
+    (tmp_path / ".gitignore").write_text("build/\nbin\\\n!\n[z-a]\n*.log\n", encoding="utf-8-sig")
     (tmp_path / "sub" / ".cacheblendignore").write_text("!keep.log\n*.tmp.txt\n")
     found, report = read(tmp_path)
     assert [one.id for one in found] == ["a.txt", "sub/keep.log"]
@@ -399,6 +399,7 @@ def test_links_out_of_a_folder_are_not_followed(tmp_path: Path) -> None:
         (LINE.encode() + b'\n{"text": " "}', "line 2: .*empty text"),
         (LINE.encode() + b'\n{"text": "x", "id": [7]}', "line 2: .*id must be text"),
         (b'{"title": "y"}', "line 1: not a document"),
+        (b'{"id": "a", "text": "x"}\n{"id": "a", "text": "y"}', "another document has the id 'a'; rename it"),
         (b'{"text": "\\ud800"}', "line 1: .*is not Unicode"),
     ],
 )
@@ -409,7 +410,7 @@ def test_a_fault_has_its_place_and_remedy(tmp_path: Path, raw: bytes, says: str,
     (tmp_path / f"some{suffix}").write_bytes(gzip.compress(whole) if suffix.endswith("gz") else whole)
     documents, report = read(tmp_path / f"some{suffix}")
     [fault] = report.faults.values()
-    assert re.search(rf"some{suffix}, {says}", fault)
+    assert re.search(rf"some{suffix}[,:] {says}", fault)
     assert documents[-1] == Document("7", "", "last")
 
 

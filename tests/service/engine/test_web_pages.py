@@ -99,6 +99,7 @@ def test_documents_of_urls(site: str) -> None:
         size = stream.measure()
         found = {document.id: document for document in stream}
         assert stream.report.faults == {}
+        assert f"{site}/notes.md" in stream.files  # whose pages that are gone are deleted
     assert size is not None
     assert size.documents == len(found) == 7
     assert found[f"{site}/"].title == "House & garden"

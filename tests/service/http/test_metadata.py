@@ -22,11 +22,12 @@ def test_uploaded_filtered_returned(client: httpx.Client) -> None:
     client.post("/v1/documents?wait=true", json={"documents": documents}).raise_for_status()
     lines = "".join(
         json.dumps({"id": id_, "text": f"{TEXT} {id_}", "metadata": own}) + "\n"
-        for id_, own in (("a", {"year": 1}), ("b", None))
+        for id_, own in (("a", {"year": 1}), ("b", {"year": []}), ("c", {f"field {number}": 1 for number in range(64)}))
     )
     form = {"metadata": '{"lang": "de", "year": 2030}'}
     files = {"file": ("lines.jsonl", lines.encode())}
-    client.post("/v1/documents?wait=true", files=files, data=form).raise_for_status()
+    [fault] = client.post("/v1/documents?wait=true", files=files, data=form).raise_for_status().json()["faults"]
+    assert "line 3: document 'c': metadata must be an object of at most 64 fields" in fault
     assert client.get("/v1/documents/a").json()["metadata"] == {"lang": "de", "year": 1}
     listed = client.get("/v1/documents").json()["data"]
     assert {one["id"]: one["metadata"] for one in listed if "metadata" in one} == {
