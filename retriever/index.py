@@ -38,7 +38,7 @@ WORD = re.compile(rf"[\w{_MARKS}]+")
 _ACCENTS = re.compile("[\u0300-\u036f]")
 # Of scripts that put no spaces between words, or hardly any: Thai, Burmese, Khmer, Japanese, Chinese, Korean.
 _RUN = re.compile(
-    "[\u0e01-\u0edf\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\uac00-\ud7a3\uf900-\ufaff\U00020000-\U0003ffff]{3,}"
+    "[\u0e01-\u0edf\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\uac00-\ud7a3\uf900-\ufaff\U00020000-\U0003ffff]+"
 )
 TOKENIZER = "unicode61 remove_diacritics 2 categories 'L* N* Co Mn Mc'"
 MAX_WORDS = 64  # that a search looks up, the rarest
@@ -262,7 +262,7 @@ class SearchIndex:
 
 def in_words(text: str) -> str:
     """A text in which runs of scripts without spaces are pairs of characters that overlap, which search by words finds."""
-    return _RUN.sub(lambda run: f" {' '.join(map(''.join, pairwise(run[0])))} ", text)
+    return _RUN.sub(lambda run: f" {' '.join(map(''.join, pairwise(run[0]))) or run[0]} ", text)
 
 
 def fuse_rankings(rankings: Iterable[Sequence[int]]) -> list[int]:

@@ -188,7 +188,7 @@ class DocumentStream:
                     on_file(file)
                     yield from self._read_file(file, id_)
 
-    def _read_file(self, path: Path, id_: str, **named: str) -> Iterator[Document]:
+    def _read_file(self, path: Path, id_: str, **named: Any) -> Iterator[Document]:
         self.files.discard(id_)  # which an earlier reading may have added
         before, note = self.report.faulty_parts, self.report.note
         yield from file_documents(path, id_, self._converter, metadata=self._metadata, fault=note, **named)
@@ -226,13 +226,14 @@ def files_below(root: Path, skipped: dict[str, str]) -> list[Path]:
     `skipped` receives the paths that are left out, and why: `UNLISTED` of a folder whose files are unknown.
     """
     with needs_extra("rag"):
-        from pathspec import GitIgnoreSpec, Pattern
+        from pathspec import GitIgnoreSpec
 
     specs, found = dict[Path, GitIgnoreSpec](), list[Path]()
 
-    def compile_line(line: str) -> Iterator[Pattern]:
+    def is_pattern(line: str) -> bool:
         with suppress(ValueError, re.error):  # git passes over such a line too
-            yield from GitIgnoreSpec.from_lines([line]).patterns
+            return bool(GitIgnoreSpec.from_lines([line]))
+        return False
 
     def is_ignored(path: Path, suffix: str = "") -> bool:
         verdict = None
@@ -248,7 +249,7 @@ def files_below(root: Path, skipped: dict[str, str]) -> list[Path]:
             with suppress(OSError), (here / name).open("rb") as file:  # one that cannot be read has none
                 lines += file.read(MAX_SAMPLE_BYTES).decode("utf-8-sig", errors="replace").splitlines()
         if lines:
-            specs[here] = GitIgnoreSpec([pattern for line in lines for pattern in compile_line(line)])
+            specs[here] = GitIgnoreSpec.from_lines(filter(is_pattern, lines))
         for name in list(folders):
             path = here / name
             why = "hidden" if name.startswith(".") else "a link to a folder" if os.path.islink(path) else ""

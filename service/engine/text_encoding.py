@@ -9,6 +9,8 @@ from cacheblend.base.errors import needs_extra
 MAX_SAMPLE_BYTES = 2**16  # that a text's encoding is detected by
 DAMAGED_SHARE = 0.1  # of the characters beyond ASCII that may be damaged in UTF-8
 NUL_SHARE = 0.3  # of a text's bytes: two of five and more in UTF-16, few where a disk lost what was written
+MIN_CONFIDENCE = 0.1  # of chardet; below it short texts look Hebrew or Korean, unless code pages of before the Web are left out
+_ASCII, _SYMBOLS = bytes(range(128)), "£§©®°±µ¼½¾€–—‘’“”•º".encode("cp1252")  # which stand in texts of ASCII elsewhere
 _CONTROL_BYTES = bytes({*range(32), 127} - set(b"\0\b\t\n\v\f\r\x0e\x0f\x1a\x1b"))  # of DOS and printers, and ISO 2022
 _MARKS = dict.fromkeys((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "utf-32")  # the first begins as one of UTF-16
 _MARKS |= dict.fromkeys((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "utf-16")
@@ -55,6 +57,12 @@ def detected_encoding(raw: bytes) -> str | None:
     with needs_extra("rag"):
         import chardet
 
-    sample = b"\n".join(line for line in raw.splitlines() if not line.isascii())[:MAX_SAMPLE_BYTES]
-    encoding: str | None = chardet.detect(sample or raw[:MAX_SAMPLE_BYTES])["encoding"]
+    sample = (b"\n".join(line for line in raw.splitlines() if not line.isascii()) or raw)[:MAX_SAMPLE_BYTES]
+    beyond = sample.translate(None, _ASCII)
+    if beyond and not beyond.translate(None, _SYMBOLS):
+        return "cp1252"
+    found = chardet.detect(sample)
+    if found["confidence"] < MIN_CONFIDENCE:
+        found = chardet.detect(sample, encoding_era=chardet.EncodingEra.MODERN_WEB)
+    encoding: str | None = found["encoding"]
     return encoding

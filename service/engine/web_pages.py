@@ -5,6 +5,7 @@ Only the person who runs a command names URLs; no client of the service does.
 
 import asyncio
 import ipaddress
+import mimetypes
 import socket
 import tempfile
 from collections.abc import Callable
@@ -73,7 +74,7 @@ class WebFiles:
         client = httpx.AsyncClient(transport=_Transport(self), timeout=None, follow_redirects=True, max_redirects=5)
         async with asyncio.timeout(self.timeout_s), client, client.stream("GET", url, headers=HEADERS) as answer:
             packed = answer.headers.get("Content-Encoding", "")  # what nobody asked for may unpack without bounds
-            if answer.status_code != httpx.codes.OK or packed not in ("", "gzip"):
+            if answer.status_code != httpx.codes.OK or packed not in ("", "identity", "gzip"):
                 raise InputError(f"the server says {answer.status_code} {answer.reason_phrase} {packed}".rstrip())
             body = bytearray()
             async for part in answer.aiter_bytes():
@@ -86,7 +87,8 @@ class WebFiles:
         """An answer's body in a file, whose suffix names its kind, and its name."""
         name = PurePosixPath(answer.url.path)
         kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-        suffix = SUFFIXES.get(kind) or (name.suffix.lower() if name.suffix[1:].isalnum() else ".txt")
+        guess = mimetypes.guess_extension(kind) or ".txt"
+        suffix = SUFFIXES.get(kind) or (name.suffix.lower() if name.suffix[1:].isalnum() else guess)
         if suffix in (".html", ".txt", ".md", ".csv") and (charset := code_page(answer.charset_encoding or "")):
             body = (decoded(body, charset) or "").encode() or body
         self._folder = self._folder or tempfile.TemporaryDirectory(prefix="cacheblend-web-")

@@ -128,6 +128,8 @@ def test_pages_without_text(tmp_path: Path) -> None:
         ("utf-8-sig", "Zoë"),
         ("utf-16", "Zoë"),
         ("utf-32", "Zoë"),
+        ("cp1252", "Der Preis beträgt 40 € je Stück."),
+        ("cp1252", "4 °C"),
         ("latin-1", "Der Café schließt um zehn; müde Gäste gehen früh nach Hause."),
         ("cp1251", "Москва является столицей России и крупнейшим городом страны."),
         ("shift_jis", "東京は日本の首都であり、世界最大の都市の一つです。"),
