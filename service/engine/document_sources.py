@@ -36,6 +36,7 @@ STANDARD_INPUT = "-"
 MAX_VALUES = 200_000  # of one JSON text that a client sends: 2 bytes of JSON are up to 64 of Python's
 # Of a document or a string of JSON: some 2 million tokens, whose tokenising needs about 2 GiB; Python's lock is held for all.
 MAX_TEXT_BYTES = 8 * 2**20
+TOO_LONG = f"a text of more than {MAX_TEXT_BYTES // 2**20} MiB; split it into several documents"
 PIECE_BYTES = 2**16  # of a JSON text that are counted at once; then other threads may run
 MAX_LINE_BYTES = 8 * 2**20  # of one JSON line, decompressed
 LEAST_LINE_BYTES = 2684  # that a line counts as: 200,000 empty ones are as much work as half a GiB
@@ -176,8 +177,7 @@ class DocumentStream:
     def _read(self, source: str, on_file: Callable[[Path], None]) -> Iterator[Document]:
         if source == STANDARD_INPUT:
             with self.report.noting(source, is_found=False):
-                lines = _read_lines(sys.stdin.buffer, "standard input")
-                yield from _line_documents(lines, self.report.note, self._metadata)
+                yield from _line_documents(_read_lines(sys.stdin.buffer, "standard input"), self.report.note, self._metadata)
         elif _is_url(source):
             with self.report.noting(source, is_found=False):
                 path, title = self._web.fetch(source)
@@ -271,13 +271,10 @@ def files_below(root: Path, skipped: dict[str, str]) -> list[Path]:
 
 def _without_links_out(files: Sequence[Path], root: Path, skipped: dict[str, str]) -> list[Path]:
     """The files that are in a folder, also where they are links."""
-    inside, own = root.resolve(), list[Path]()
-    for file in files:
-        if file.resolve().is_relative_to(inside):
-            own.append(file)
-        else:
-            skipped[str(file)] = "a link out of the folder"
-    return own
+    inside = root.resolve()
+    out = {file for file in files if not file.resolve().is_relative_to(inside)}
+    skipped.update(dict.fromkeys(map(str, sorted(out)), "a link out of the folder"))
+    return [file for file in files if file not in out]
 
 
 def file_documents(
@@ -295,9 +292,9 @@ def file_documents(
     """The documents of a file; see `DocumentStream`.
 
     Parts of it have their place appended to `id_`; `where` names it in messages, in place of its path. A text that begins with
-    no title has `title`; left out, the file's name. `metadata` are as in `DocumentStream`. `check` is called once a line, and again and again during a conversion;
-    what it raises ends the reading. `max_bytes` bounds JSON lines, unpacked. `fault` is called with the place and the fault of
-    a line or a page that is no document.
+    no title has `title`; left out, the file's name. `metadata` are as in `DocumentStream`. `check` is called once a line, and
+    again and again during a conversion; what it raises ends the reading. `max_bytes` bounds JSON lines, unpacked. `fault` is
+    called with the place and the fault of a line or a page that is no document.
 
     Raises:
         InputError: the file is no document. NoTextError: it is empty, or of an unknown kind and no text.
@@ -345,7 +342,7 @@ def _read_text(path: Path, where: str) -> str:
         if (text := decoded(raw)) is not None:
             raw += file.read(MAX_TEXT_BYTES + 1 - len(raw))  # a device or a file that grows has no end
             if len(raw) > MAX_TEXT_BYTES:
-                raise _too_long(where)
+                raise InputError(f"{where}: {TOO_LONG}")
             text = decoded(raw)
     if text is None:
         error = InputError if name.endswith(TEXT_SUFFIXES) else NoTextError
@@ -464,13 +461,9 @@ def _line_documents(lines: Iterable[tuple[str, bytes]], fault: Fault, metadata: 
 
 def _document(raw: dict[str, Any], where: str, metadata: Metadata) -> Document:
     if len(raw["text"]) > MAX_TEXT_BYTES:
-        raise _too_long(where)
+        raise InputError(f"{where}: {TOO_LONG}")
     try:
         document = Document.of(raw)
         return replace(document, metadata={**metadata, **document.metadata}) if metadata else document
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
-
-
-def _too_long(where: str) -> InputError:
-    return InputError(f"{where}: a text of more than {MAX_TEXT_BYTES // 2**20} MiB; split it into several documents")

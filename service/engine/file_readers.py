@@ -107,18 +107,16 @@ def _mail_text(message: EmailMessage) -> str:
     return "\n\n".join(filter(str.strip, pieces))
 
 
-def _leaves(part: MIMEPart, kinds: Sequence[str]) -> Iterator[MIMEPart]:
+def _leaves(part: MIMEPart, kinds: Sequence[str]) -> list[MIMEPart]:
     """The parts of a mail in order: of alternatives one of `kinds`, and no pictures that stand in a text."""
     kind = part.get_content_type()
     if kind == "multipart/alternative":
         body = part.get_body(kinds)
-        yield from (one for one in part.walk() if one is body or one.is_attachment())
-    elif kind.startswith("multipart/"):
-        for inner in part.iter_parts():
-            if kind != "multipart/related" or inner.get_content_maintype() != "image":
-                yield from _leaves(inner, kinds)
-    else:
-        yield part
+        return [one for one in part.walk() if one is body or one.is_attachment()]
+    if not kind.startswith("multipart/"):
+        return [part]
+    inner = (one for one in part.iter_parts() if kind != "multipart/related" or one.get_content_maintype() != "image")
+    return [leaf for one in inner for leaf in _leaves(one, kinds)]
 
 
 def _content(part: MIMEPart) -> str:

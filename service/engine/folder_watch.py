@@ -52,11 +52,13 @@ class FolderWatch:
     def __init__(self, engine: Engine, folders: Sequence[str]) -> None:
         self._engine, self._folders = engine, [Path(folder).absolute() for folder in folders]
         self._record = Path(engine.config.store_dir) / RECORD_FILE
-        self._files: dict[str, WatchedFile] = {}
-        self.faults: dict[str, str] = {}
+        self._files, self.faults = self._noted(), dict[str, str]()
+
+    def _noted(self) -> dict[str, WatchedFile]:
         with suppress(OSError, ValueError, TypeError, AttributeError):
             noted = json.loads(self._record.read_bytes()).items()
-            self._files = {name: WatchedFile(*one) for name, one in noted if isinstance(one, list)}
+            return {name: WatchedFile(*one) for name, one in noted if isinstance(one, list)}
+        return {}
 
     def reports(self) -> Iterator[FollowReport]:
         """Follow until an exception such as KeyboardInterrupt ends it; reports come when something has changed."""
@@ -83,11 +85,11 @@ class FolderWatch:
             for name, (file, folder) in found.items():
                 with notes.noting(name):
                     self._follow_file(file, file.relative_to(folder).as_posix(), converter, report)
-        for name, left in gone.items():
-            self._files[name] = left  # until its documents are deleted
-            with notes.noting(name):
-                self._delete(name, left.documents, report)
-                del self._files[name]
+        with notes.noting(next(iter(gone), "")):
+            self._delete({name: left.documents for name, left in gone.items()}, report)
+            gone.clear()
+        self._files |= gone  # until their documents are deleted
+        self._files |= {name: one for name, one in self._noted().items() if not _is_in(name, self._folders)}  # another watch's
         with notes.noting(str(self._record)), replacing(self._record) as noted:
             # What could not be read is tried again after a start: it may have lacked time or memory.
             files = {name: one._replace(seen=()) if one.fault else one for name, one in self._files.items()}
@@ -117,16 +119,17 @@ class FolderWatch:
         if changed := [one for one in documents if self._engine.retriever.version(one.id) != one.version]:
             report.ingested += self._engine.ingest_stream(changed)
         now = {**(last.documents if notes.faults else {}), **{one.id: one.version for one in documents}}
-        self._delete(name, {one: last.documents[one] for one in last.documents.keys() - now}, report)
+        self._delete({name: {one: last.documents[one] for one in last.documents.keys() - now}}, report)
         self._files[name] = WatchedFile(seen, now, fault := "; ".join(notes.faults.values()))
         if fault:
             raise InputError(fault)
 
-    def _delete(self, name: str, documents: Mapping[str, str], report: FollowReport) -> None:
-        """Delete the documents of a file that no other file has, unless they have another version by now."""
+    def _delete(self, files: Mapping[str, Mapping[str, str]], report: FollowReport) -> None:
+        """Delete the documents of files that no other file has, unless they have another version by now."""
         version = self._engine.retriever.version
-        gone = [id_ for id_, last in documents.items() if not self._others(name, id_) and version(id_) == last]
-        self._engine.documents.remove(gone)
+        known = [(name, *one) for name, documents in files.items() for one in documents.items()]
+        gone = {id_ for name, id_, last in known if not self._others(name, id_) and version(id_) == last}
+        self._engine.documents.remove(sorted(gone))  # at once: each call rewrites the index's file
         report.ingested += IngestReport(deleted=len(gone))
 
     def _others(self, name: str, id_: str) -> list[str]:

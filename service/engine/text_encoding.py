@@ -9,8 +9,11 @@ from cacheblend.base.errors import needs_extra
 MAX_SAMPLE_BYTES = 2**16  # that a text's encoding is detected by
 DAMAGED_SHARE = 0.1  # of the characters beyond ASCII that may be damaged in UTF-8
 NUL_SHARE = 0.3  # of a text's bytes: two of five and more in UTF-16, few where a disk lost what was written
-MIN_CONFIDENCE = 0.1  # of chardet; below it short texts look Hebrew or Korean, unless code pages of before the Web are left out
-_ASCII, _SYMBOLS = bytes(range(128)), "£§©®°±µ¼½¾€–—‘’“”•º".encode("cp1252")  # which stand in texts of ASCII elsewhere
+MIN_CONFIDENCE = (
+    0.1  # of chardet; with less, short texts look Hebrew or Korean unless older code pages than the Web are left out
+)
+# Of cp1252: the euro, quotes, dashes and other characters that stand in texts which are ASCII else.
+_ASCII, _SYMBOLS = bytes(range(128)), b"\x80\x91\x92\x93\x94\x95\x96\x97\xa3\xa7\xa9\xae\xb0\xb1\xb5\xba\xbc\xbd\xbe"
 _CONTROL_BYTES = bytes({*range(32), 127} - set(b"\0\b\t\n\v\f\r\x0e\x0f\x1a\x1b"))  # of DOS and printers, and ISO 2022
 _MARKS = dict.fromkeys((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "utf-32")  # the first begins as one of UTF-16
 _MARKS |= dict.fromkeys((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "utf-16")
@@ -58,8 +61,7 @@ def detected_encoding(raw: bytes) -> str | None:
         import chardet
 
     sample = (b"\n".join(line for line in raw.splitlines() if not line.isascii()) or raw)[:MAX_SAMPLE_BYTES]
-    beyond = sample.translate(None, _ASCII)
-    if beyond and not beyond.translate(None, _SYMBOLS):
+    if (beyond := sample.translate(None, _ASCII)) and not beyond.translate(None, _SYMBOLS):
         return "cp1252"
     found = chardet.detect(sample)
     if found["confidence"] < MIN_CONFIDENCE:

@@ -5,11 +5,11 @@ Only the person who runs a command names URLs; no client of the service does.
 
 import asyncio
 import ipaddress
-import mimetypes
 import socket
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from mimetypes import guess_extension
 from pathlib import Path, PurePosixPath
 
 import httpx
@@ -87,8 +87,7 @@ class WebFiles:
         """An answer's body in a file, whose suffix names its kind, and its name."""
         name = PurePosixPath(answer.url.path)
         kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-        guess = mimetypes.guess_extension(kind) or ".txt"
-        suffix = SUFFIXES.get(kind) or (name.suffix.lower() if name.suffix[1:].isalnum() else guess)
+        suffix = SUFFIXES.get(kind) or (name.suffix.lower() if name.suffix[1:].isalnum() else guess_extension(kind) or ".txt")
         if suffix in (".html", ".txt", ".md", ".csv") and (charset := code_page(answer.charset_encoding or "")):
             body = (decoded(body, charset) or "").encode() or body
         self._folder = self._folder or tempfile.TemporaryDirectory(prefix="cacheblend-web-")

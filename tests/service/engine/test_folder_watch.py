@@ -76,9 +76,11 @@ def test_a_moved_file_keeps_its_kv(open_engine: OpenEngine, folder: Path) -> Non
 
 
 def test_what_goes_while_nobody_watches(open_engine: OpenEngine, folder: Path) -> None:
-    """The next watch deletes it, by the record beside the store; without a record nothing is deleted."""
+    """The next watch deletes it, by the record that all watches share; without a record nothing is deleted."""
     engine = open_engine()
+    watch = FolderWatch(engine, [str(folder / "sub")])
     FolderWatch(engine, [str(folder)]).follow()
+    watch.follow()
     (folder / "boats.md").unlink()
     assert FolderWatch(engine, [str(folder)]).follow().ingested.deleted == 1
     assert "boats.md" not in ids(engine)
