@@ -108,7 +108,7 @@ def _mail_text(message: EmailMessage) -> str:
 
 
 def _leaves(part: MIMEPart, kinds: Sequence[str]) -> list[MIMEPart]:
-    """The parts of a mail in order: of alternatives one of `kinds`, and no pictures that stand in a text."""
+    """List the parts of a mail in order, of alternatives one of `kinds`, without the pictures that stand in a text."""
     kind = part.get_content_type()
     if kind == "multipart/alternative":
         body = part.get_body(kinds)

@@ -9,9 +9,7 @@ from cacheblend.base.errors import needs_extra
 MAX_SAMPLE_BYTES = 2**16  # that a text's encoding is detected by
 DAMAGED_SHARE = 0.1  # of the characters beyond ASCII that may be damaged in UTF-8
 NUL_SHARE = 0.3  # of a text's bytes: two of five and more in UTF-16, few where a disk lost what was written
-MIN_CONFIDENCE = (
-    0.1  # of chardet; with less, short texts look Hebrew or Korean unless older code pages than the Web are left out
-)
+MIN_CONFIDENCE = 0.1  # of chardet; with less, short texts look Hebrew or Korean unless old code pages are left out
 # Of cp1252: the euro, quotes, dashes and other characters that stand in texts which are ASCII else.
 _ASCII, _SYMBOLS = bytes(range(128)), b"\x80\x91\x92\x93\x94\x95\x96\x97\xa3\xa7\xa9\xae\xb0\xb1\xb5\xba\xbc\xbd\xbe"
 _CONTROL_BYTES = bytes({*range(32), 127} - set(b"\0\b\t\n\v\f\r\x0e\x0f\x1a\x1b"))  # of DOS and printers, and ISO 2022
