@@ -223,11 +223,12 @@ class Catalog:
                 raise self._unusable(still_broken)
         # By rowid, and every id: the id of a damaged row may be no text, or not the one that its chunks name.
         rows = self._sql("SELECT rowid, id FROM documents ORDER BY rowid")
-        bad = [(rowid, id_) for rowid, id_ in rows if not isinstance(id_, str) or not self.is_intact(id_)]
+        bad = [row for row in rows if self._is_damaged(*row)]
         [[chunks]] = self._sql("SELECT count(*) FROM chunks")
         [[strays]] = self._sql("SELECT count(*) FROM chunks WHERE document_id NOT IN (SELECT id FROM documents)")
         if repair and (bad or strays):
             with self._write():
+                bad = [row for row in bad if self._is_damaged(*row)]  # others may have deleted or replaced it meanwhile
                 for rowid, _ in bad:
                     self._sql("DELETE FROM documents WHERE rowid = ?", (rowid,))
                 self._sql("DELETE FROM chunks WHERE document_id NOT IN (SELECT id FROM documents)")
@@ -404,6 +405,11 @@ class Catalog:
     def _refill(self) -> None:
         if self._reserve is not None:
             self._reserve.refill()
+
+    def _is_damaged(self, rowid: int, id_: object) -> bool:
+        """Whether a row of a document is there, with this id, and the document is not what was written."""
+        is_intact = isinstance(id_, str) and self.is_intact(id_)
+        return not is_intact and self._sql("SELECT id FROM documents WHERE rowid = ?", (rowid,)) == [(id_,)]
 
     def _check_versions(self, expected: Mapping[str, Sequence[str | None]] | None) -> None:
         for document_id, versions in (expected or {}).items():

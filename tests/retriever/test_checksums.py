@@ -9,6 +9,7 @@ from fakes import FakeEmbedder, tiny_tokenizer
 
 from cacheblend.base.errors import DamagedDocumentError, RetrieverError, StoreFullError
 from cacheblend.retriever import Retriever, RetrieverConfig
+from cacheblend.retriever.catalog import Catalog
 from cacheblend.retriever.index import IndexedDocuments
 
 DOCUMENTS = [
@@ -89,6 +90,23 @@ def test_verify(directory: Path, damage: str) -> None:
         assert (report.documents, report.ok) == (1, True)
     with open_index(directory) as index:
         assert index.search("the cat sleeps on the warm roof", 1)[0].chunk.document_id == "dogs"
+
+
+@pytest.mark.parametrize("repair", [False, True])
+def test_verify_beside_a_service(directory: Path, monkeypatch: pytest.MonkeyPatch, repair: bool) -> None:
+    """What another process deletes meanwhile is not damaged, and what it adds, in the place of that, stays."""
+    is_intact = Catalog.is_intact
+    with open_index(directory) as service, IndexedDocuments.open(directory) as index:
+
+        def meanwhile(catalog: Catalog, id_: str) -> bool:
+            if id_ == "dogs" and service.version("dogs"):
+                service.delete("dogs")
+                service.add([{"id": "birds", "text": "A bird sings in the old tree."}])
+            return is_intact(catalog, id_)
+
+        monkeypatch.setattr(Catalog, "is_intact", meanwhile)
+        assert index.verify(repair=repair).damaged == ()
+        assert service.ids() == ["cats", "birds"]
 
 
 def test_a_list_tells_what_is_damaged(directory: Path) -> None:
