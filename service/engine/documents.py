@@ -183,16 +183,20 @@ class Documents:
                     yield self.status(name if first == id_ else id_)
 
     def _ids_after(self, last: str | None, limit: int | None, *, newest_first: bool) -> Iterator[str]:
-        """Ids of the index's documents in the order of a listing, then of those that only the store knows; after `last`."""
+        """Ids of the first index's documents in the order of a listing, then of all others by id; after `last`."""
         in_index, place = last is None or self._index.version(last) is not None, last
         batch = None if limit is None else limit + 1
         while in_index and (documents := self._index.documents(batch, place, newest_first=newest_first)):
             yield from (document.id for document in documents)
             place = documents[-1].id
         least = "" if in_index or last is None else last
-        stored = [id_ for id_ in self._store.documents.ids() if id_ > least]
-        known = set(self._index.ids()) if stored else set()
-        yield from (id_ for id_ in stored if id_ not in known)
+        others = sorted(id_ for id_ in self._other_ids() if id_ > least)
+        known = set(self._index.ids()) if others else set()
+        yield from (id_ for id_ in others if id_ not in known)
+
+    def _other_ids(self, prefix: str = "") -> set[str]:
+        """Ids, with a beginning, of all documents that the store or an index beside the first has."""
+        return {*self._store.documents.ids(prefix), *(id_ for index in self._indexes[1:] for id_ in index.ids(prefix))}
 
     def show(self, id_: str) -> tuple[DocumentStatus, list[tuple[Chunk, ChunkPlace]]]:
         """One document, or a file's, and the chunks with their places; raises InputError if there is no such document."""
@@ -242,11 +246,11 @@ class Documents:
 
     def _ids(self, id_: str, *, newest_first: bool = False) -> list[str]:
         """The id of a document, or of the parts of a file: those in the index in the order of adding, then the others by id."""
-        if self._index.version(id_) is not None or self._store.documents.version(id_) is not None:
+        if any(index.version(id_) is not None for index in self._indexes) or self._store.documents.version(id_) is not None:
             return [id_]
         indexed = self._index.ids(f"{id_}#")
-        lost = sorted(set(self._store.documents.ids(f"{id_}#")).difference(indexed))
-        ids = [*(reversed(indexed) if newest_first else indexed), *lost]
+        others = sorted(self._other_ids(f"{id_}#").difference(indexed))
+        ids = [*(reversed(indexed) if newest_first else indexed), *others]
         return [part for part in ids if file_of(part) == id_]
 
     def delete(self, id_: str) -> DocumentStatus:

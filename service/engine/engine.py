@@ -2,6 +2,7 @@
 
 import logging
 import math
+import threading
 import time
 import warnings
 from collections import deque
@@ -115,10 +116,8 @@ class Engine:
             controller = find_controller(config, self.fusor) if self.fusor.exact_reason is None else None
             self._prefiller = Prefiller(self.fusor, self.store, self.prefixes, encoder, self.background, config, controller)
             self._passages = PassageReuse(self, encoder)
-            others = [config.vllm_dir] if (config.vllm_dir / INDEX_FILE).is_file() else []
-            indexes = [self.retriever, *(opened.enter_context(IndexedDocuments.open(folder)) for folder in others)]
-            to_add = DocumentEncoder(encoder, self.retriever, self.store)
-            self._documents = Documents(self.store, *indexes, encoder=to_add)
+            self._to_add = DocumentEncoder(encoder, self.retriever, self.store)
+            self._indexes, self._opening = list[IndexedDocuments]([self.retriever]), threading.Lock()
             if not (Path(config.store_dir) / SETTINGS_FILE).exists():
                 remember_settings(config)
             self._opened = opened.pop_all()
@@ -126,9 +125,13 @@ class Engine:
 
     @property
     def documents(self) -> Documents:
-        """The ingested documents: list, show and delete."""
+        """The ingested documents: list, show and delete. So are a vLLM's, which may come to the store at any time."""
         self._check_open()
-        return self._documents
+        folder = self.config.vllm_dir
+        with self._opening:
+            if len(self._indexes) == 1 and (folder / INDEX_FILE).is_file():
+                self._indexes.append(self._opened.enter_context(IndexedDocuments.open(folder)))
+        return Documents(self.store, *self._indexes, encoder=self._to_add)
 
     @property
     def controller(self) -> LoadingController | None:
@@ -150,10 +153,9 @@ class Engine:
             StoreFullError: the disk or the index's budget is full, or the documents' KV does not fit its budget at once.
             DocumentChangedError: one of the documents was deleted or replaced meanwhile.
         """
-        self._check_open()
         if not (batch := [Document.of(document) for document in documents]):
             raise InputError("no documents to ingest; give at least one")
-        return self._documents.add(batch, progress or Progress(), must_stay=True)
+        return self.documents.add(batch, progress or Progress(), must_stay=True)
 
     def ingest_stream(
         self,
@@ -197,7 +199,7 @@ class Engine:
         progress, total = progress or Progress(), IngestReport()
         started, evictions = time.perf_counter(), self.store.stats().nvme.evictions
         for batch in groups:
-            total += self._documents.add(batch, progress)
+            total += self.documents.add(batch, progress)
             progress.note_batch()
         if evicted := self.store.stats().nvme.evictions - evictions:
             budget_bytes = self.store.config.nvme_budget_bytes

@@ -11,9 +11,9 @@ from engines import DOCUMENTS, QUESTION, TOP_K, OpenEngine, furthest, key_of
 
 from cacheblend.base.errors import DocumentChangedError, InputError, StoreFullError
 from cacheblend.base.sqlite import Database
-from cacheblend.retriever import Retriever
+from cacheblend.retriever import Document, Retriever
 from cacheblend.retriever.catalog import Catalog as IndexCatalog
-from cacheblend.retriever.index import IndexedDocuments
+from cacheblend.retriever.index import INDEX_FILE, IndexedDocuments
 from cacheblend.service import Engine
 from cacheblend.service.engine.documents import Documents
 from cacheblend.store import ChunkKey, ChunkKV, KVStore, StoreConfig
@@ -347,6 +347,19 @@ def test_pages(engine: Engine) -> None:
     assert engine.documents.page(1)[0][0].id == DOCUMENTS[1]["id"]
     with pytest.raises(InputError, match="begin again with the first page"):
         engine.documents.page(1, "nothing")
+
+
+def test_documents_of_a_vllm(engine: Engine) -> None:
+    """What a vLLM that came later was given is listed and deleted, also where the store does not know it, as after a kill."""
+    ids = ["v", "v.pdf#page=1", "v.pdf#page=2"]
+    engine.config.vllm_dir.mkdir()
+    with IndexedDocuments(IndexCatalog(engine.config.vllm_dir / INDEX_FILE, {})) as index:
+        index.put(list(engine.retriever.embed([Document(id_, "", f"words of {id_}") for id_ in ids])))
+        assert paged(engine.documents)[len(DOCUMENTS) :] == ids
+        assert paged(engine.documents, by_file=True)[len(DOCUMENTS) :] == ["v", "v.pdf"]
+        for name in ("v", "v.pdf"):
+            engine.documents.delete(name)
+        assert index.ids() == []
 
 
 def test_one_document_is_looked_up_by_its_id(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
