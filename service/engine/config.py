@@ -38,8 +38,9 @@ PRESETS: dict[str, tuple[float | None, float | None]] = {
     "balanced": (None, 0.05),
     "fast": (0.05, None),
 }
-SETTINGS_FILE = "settings.json"  # of a store folder: what the KV in it was computed with
-SETTINGS = ("model", "chunk_tokens", "embedder", "kv_cache_dtype", "context_filler", "context_document_tokens")
+SETTINGS_FILE = "settings.json"  # of a store folder: what the KV in it was computed with, and how much of it may stay
+KV_SETTINGS = ("model", "chunk_tokens", "embedder", "kv_cache_dtype", "context_filler", "context_document_tokens")
+SETTINGS = (*KV_SETTINGS, "nvme_budget_bytes")
 INSTRUCTION = "Answer the question from the passages below.\n\n"
 
 
@@ -158,12 +159,14 @@ def model_name(config: EngineConfig) -> str:
 
 
 def _settings(config: EngineConfig) -> dict[str, Any]:
-    values = {name: getattr(config if hasattr(config, name) else config.retriever, name) for name in SETTINGS}
-    return {**values, "model": model_name(config)}
+    parts = (config, config.retriever, config.store)
+    return {name: getattr(part, name) for name in SETTINGS for part in parts if hasattr(part, name)} | {
+        "model": model_name(config)
+    }
 
 
 def remember_settings(config: EngineConfig) -> None:
-    """Note beside a store what its KV is computed with, for commands that do not name it.
+    """Note beside a store what its KV is computed with, and its budget, for commands that do not name them.
 
     Raises:
         OSError: it cannot be written.
@@ -183,7 +186,8 @@ def remembered_settings(store_dir: Path) -> dict[str, Any]:
 
 def has_kv(config: EngineConfig) -> bool:
     """Whether a store has KV, and it was computed as a configuration says."""
-    return Path(config.store_dir, KV_FOLDER).is_dir() and remembered_settings(Path(config.store_dir)) == _settings(config)
+    found, asked = remembered_settings(Path(config.store_dir)), _settings(config)
+    return Path(config.store_dir, KV_FOLDER).is_dir() and all(found.get(name) == asked[name] for name in KV_SETTINGS)
 
 
 def load_fusor(config: EngineConfig) -> Fusor:

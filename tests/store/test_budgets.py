@@ -80,8 +80,8 @@ def test_everything_is_pinned(open_store) -> None:
     assert held(store) == [1, 2]
 
 
-def test_reopened_with_a_smaller_budget(open_store) -> None:
-    """Opening a store brings it within its budget, oldest use first, and order of use outlives closing."""
+def test_reopened_with_a_smaller_budget(open_store, caplog: pytest.LogCaptureFixture) -> None:
+    """Opening a store brings it within its budget, oldest use first, and says so; order of use outlives closing."""
     with put_all(open_store(), PAIRS[:4]) as store:
         store.get(KEYS[0])
     with open_store(nvme_budget_bytes=2 * FILE_BYTES) as store:
@@ -89,6 +89,7 @@ def test_reopened_with_a_smaller_budget(open_store) -> None:
         assert file_of(store, KEYS[0]).exists()
         assert not file_of(store, KEYS[1]).exists()
         assert store.stats().nvme.evictions == 2
+    assert f"the KV of 2 chunks exceeded nvme_budget_bytes={2 * FILE_BYTES}" in caplog.text
 
 
 def test_passages_go_first(open_store) -> None:

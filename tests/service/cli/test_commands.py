@@ -14,6 +14,7 @@ from cacheblend.base.errors import CacheBlendError
 from cacheblend.blend.models import DEFAULT_MODEL
 from cacheblend.cli import ask as ask_command
 from cacheblend.cli import main as cli
+from cacheblend.service.engine.config import remembered_settings
 
 
 @pytest.fixture
@@ -94,14 +95,16 @@ def test_explain(run: CommandLine, passages: Path, tmp_path: Path) -> None:
 
 
 def test_a_store_knows_what_it_was_made_with(run: CommandLine, passages: Path) -> None:
-    """Model, chunk size and codec that are left out are the store's; a flag wins over them."""
+    """Model, chunk size, codec and budget that are left out are the store's; a flag wins over them."""
     store = ("--store-dir", str(run.store))
-    assert run.on_store("ingest", str(passages), "--kv-cache-dtype", "int8").code == 0
+    assert run.on_store("ingest", str(passages), "--kv-cache-dtype", "int8", "--nvme-budget-bytes", "1GB").code == 0
+    assert remembered_settings(run.store)["nvme_budget_bytes"] == 10**9
     answer = run("ask", QUESTION, *store, "--max-tokens", "1", "--recompute-ratio", "0.15", "--json")
     assert answer.json["plan"]["hits"] > 0
     assert "loading the model" in answer.err
     again = run("ingest", str(passages), *store, "--json").json
     assert (again["unchanged"], again["computed"]) == (3, 0)
+    assert remembered_settings(run.store)["nvme_budget_bytes"] == 10**9
     raw = run("ask", QUESTION, *store, "--kv-cache-dtype", "raw", "--recompute-ratio", "0.15", "--max-tokens", "1", "--json")
     assert raw.json["plan"]["hits"] == 0
     (run.store / "settings.json").write_text("[")
