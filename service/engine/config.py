@@ -146,10 +146,14 @@ class EngineConfig:
 
     @property
     def profile_dir(self) -> Path:
-        """Folder of the measured profiles; a service's tenants without one have the service's."""
-        folder = Path(self.store_dir)
-        own, of_all = folder / "profiles", folder.parent.parent / "profiles"
-        return of_all if folder.parent.name == TENANTS_FOLDER and of_all.is_dir() and not own.is_dir() else own
+        """Folder of the profiles that were measured for this store."""
+        return Path(self.store_dir) / "profiles"
+
+    @property
+    def profile_dirs(self) -> list[Path]:
+        """Folders of profiles, the own first; what a service's tenant has not measured is the service's."""
+        above = Path(self.store_dir).absolute().parent
+        return [self.profile_dir, *([above.with_name("profiles")] if above.name == TENANTS_FOLDER else [])]
 
 
 def model_name(config: EngineConfig) -> str:

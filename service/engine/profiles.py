@@ -26,7 +26,8 @@ def find_controller(config: EngineConfig, fusor: Fusor) -> LoadingController | N
     """A controller with the profile that stands beside the store; None, and so r* for every request, without one."""
     device, r_star = fusor.runner.geometry.device, config.loader.quality_ratio
     try:
-        profile = read_profile(config.profile_dir, model=fusor.fingerprint, device=describe_device(device))
+        names = {"model": fusor.fingerprint, "device": describe_device(device)}
+        profile = next(filter(None, (read_profile(folder, **names) for folder in config.profile_dirs)), None)
     except ProfileError as error:
         logger.warning("%s; until then the recompute ratio is r* = %s", error, r_star)
         return None
@@ -50,7 +51,8 @@ def calibrated(config: EngineConfig, fusor: Fusor, prefix_ids: Sequence[int]) ->
         prefix_ids: what every prompt begins with.
     """
     try:
-        found = read_calibration(config.profile_dir, model=fusor.fingerprint, prefix=prefix_digest(prefix_ids))
+        names = {"model": fusor.fingerprint, "prefix": prefix_digest(prefix_ids)}
+        found = next(filter(None, (read_calibration(folder, **names) for folder in config.profile_dirs)), None)
     except ProfileError as error:
         logger.warning("%s; until then the defaults hold", error)
         found = None

@@ -12,6 +12,7 @@ from cacheblend.blend.widening import FIRST_RATIO, WIDE_RATIO
 from cacheblend.loader import Calibration, LoaderConfig, write_calibration, write_profile
 from cacheblend.loader.profile import prefix_digest
 from cacheblend.service import Engine, EngineConfig
+from cacheblend.service.engine.profiles import find_controller
 from cacheblend.service.engine.prompt import PromptRenderer
 
 QUALITY_RATIO = LoaderConfig().quality_ratio
@@ -46,6 +47,9 @@ class TestController:
         engine.close()
         with open_engine(recompute_ratio=None, store_dir=path.parents[1] / "tenants" / "a") as of_tenant:
             assert of_tenant.controller is not None
+            of_tenant.config.profile_dir.mkdir()  # as its own calibration does, which is no profile
+            assert find_controller(of_tenant.config, of_tenant.fusor) is not None
+            assert of_tenant.config.profile_dir != path.parent
         path.write_text("{")
         assert open_engine(recompute_ratio=None).controller is None
 
