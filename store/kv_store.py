@@ -86,7 +86,8 @@ class KVStore(Closing):
         entry = EncodedEntry.from_chunk(key, kv)
         write = PendingWrite(entry, document)
         if flush:
-            self._write([write])
+            with self._live.exclusive():  # so that no deletion comes between the entry and what the remote tier is told
+                self._write([write])
             return _done(digest in self._nvme)
         # 3. Otherwise queue the entry, readable from now on, and wait while the queue is too long.
         if entry.nbytes > self.config.nvme_budget_bytes:
