@@ -16,12 +16,14 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 import numpy as np
 
 from cacheblend.base.errors import ConfigError, DamagedEntryError, MissingExtraError, RemoteError, StoreError, needs_extra
+from cacheblend.base.files import make_folder
 from cacheblend.base.memory import Bytes
 from cacheblend.base.options import check_user_info
 
@@ -103,7 +105,8 @@ class _ObjectBackend:
         from obstore.store import from_url
 
         if urlsplit(url).scheme == "file":
-            return from_url(url, mkdir=True)
+            make_folder(Path(unquote(urlsplit(url).path)))  # obstore would make it for everybody
+            return from_url(url)
         limits_s = {"connect_timeout": timeout_s, "timeout": MAX_TRANSFER_S, **limits_s}
         # The environment may name an end point without TLS; the providers' own have TLS.
         options: Any = {"allow_http": True, **{name: timedelta(seconds=limit_s) for name, limit_s in limits_s.items()}}
@@ -276,8 +279,7 @@ class CircuitBreaker:
                 return False
             self._failures += 1
             if self._failures >= FAILURES:
-                pause_s = FIRST_PAUSE_S * 2 ** min(self._failures - FAILURES, 10)
-                self._open_until = self._clock() + min(pause_s, MAX_PAUSE_S)
+                self._open_until = self._clock() + min(FIRST_PAUSE_S * 2 ** min(self._failures - FAILURES, 10), MAX_PAUSE_S)
             return self._failures >= FAILURES
 
 
@@ -341,9 +343,7 @@ class RemoteTier:
         return {answers[answer] for answer in answered if answer.exception() is None and answer.result()}
 
     def put(self, digest: str, load: Load | None) -> None:
-        """Have an entry sent if `load` finds it then, or removed first for None, in place of an earlier change of it. None that
-        waits to be removed is fetched.
-        """
+        """Have an entry sent if `load` finds it then, or removed first for None, in place of an earlier change of it."""
         with self._changed:
             if not self._is_sending or (load and len(self._changes) >= MAX_CHANGES and digest not in self._changes):
                 self._counts["dropped_writes"] += 1
@@ -394,10 +394,13 @@ class RemoteTier:
         self.stop_fetching()
         self.drain()
         with self._changed:
-            self._is_sending = False
-            self._counts["dropped_writes"] += len(self._changes)
+            self._is_sending, left = False, self._changes.copy()
             self._changes.clear()
             self._changed.notify_all()
+        with suppress(RemoteError):  # a full server, which refuses entries, makes removals still
+            for digest in [digest for digest, load in left.items() if load is None]:
+                left.pop(digest, self._make(digest, None))
+        self._count(dropped_writes=len(left))
         if dropped := self._counts["dropped_writes"]:
             logger.warning("%d changes were not made in the remote tier", dropped)
         self._writer.shutdown(wait=False, cancel_futures=True)

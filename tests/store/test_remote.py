@@ -232,6 +232,7 @@ def test_without_the_secret_nobody_names_or_forges_objects(folder_url: str, tmp_
     key, kv = CHUNKS[0]
     names = {path.name for path in (tmp_path / "objects").rglob("*") if path.is_file()}
     assert names == {owner.name(each.digest) for each in KEYS}
+    assert (tmp_path / "objects").stat().st_mode & 0o777 == 0o700
     assert not names & {each.digest for each in KEYS}
     path = path_of(tmp_path, owner.name(key.digest))
     mine, others = path.read_bytes(), path_of(tmp_path, owner.name(KEYS[1].digest)).read_bytes()
@@ -430,12 +431,16 @@ def test_changes_wait_for_the_end_of_an_outage(backend: FakeBackend, tier: Remot
 
 
 def test_a_closed_tier_neither_fetches_nor_sends(backend: FakeBackend, tier: RemoteTier) -> None:
-    """After the end nothing is asked; changes that could not be sent are counted."""
-    backend.may_answer.clear()
+    """After the end nothing is asked; changes that could not be sent are counted, and none is a removal that may be made."""
+    backend.objects[KEYS[2].digest] = b""
+    put = Mock(side_effect=OSError("full"))
+    backend.put = put  # type: ignore[method-assign]
     for key in KEYS[:2]:
         tier.put(key.digest, lambda: ENTRIES[0])
+    wait_until(lambda: put.call_count == FAILURES)
+    tier.put(KEYS[2].digest, None)
     tier.close()
-    assert tier.stats().dropped_writes >= 1
+    assert (tier.stats().dropped_writes, backend.objects) == (2, {})
     assert tier.fetch([KEYS[0].digest], lambda _: True, LONG_S) == []
     assert tier.contains([KEYS[0].digest]) == set()
 
