@@ -300,7 +300,7 @@ class Catalog:
         try:
             self.chunks(document_id)
             self.metadata(document_id)
-        except (errors.DamagedDocumentError, errors.InputError):
+        except (errors.DamagedDocumentError, errors.InputError, UnicodeEncodeError):  # the last where the id is no text
             return False
         return True
 
