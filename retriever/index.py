@@ -93,6 +93,7 @@ class IndexedDocuments(Closing):
     version = _locked(Catalog.version)
     ids = _locked(Catalog.ids)
     chunks = _locked(Catalog.chunks)
+    is_intact = _locked(Catalog.is_intact)
     metadata = _locked(Catalog.metadata)
     verify = _locked(Catalog.verify)
     check_room = _locked(Catalog.check_room)

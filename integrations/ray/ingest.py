@@ -78,10 +78,11 @@ def ingest_on_ray(
         retriever = opened.enter_context(Retriever(config.retriever_config(), tokenizer, embedder))
         documents = Documents(store, retriever)
         remember_settings(config)
-        versions = {document.id: document.version for document in retriever.documents() if not document.damaged}
+        versions = {document.id: document.version for document in retriever.documents()}
+        intact = {id_: version for id_, version in versions.items() if retriever.is_intact(id_)}  # others are encoded again
         # 3. Have batches encoded, and put each into the index as it comes.
         node = opened.enter_context(_cluster(settings))
-        deliveries = opened.enter_context(closing(_deliveries(files, config, settings, versions, embedder, node)))
+        deliveries = opened.enter_context(closing(_deliveries(files, config, settings, intact, embedder, node)))
         for delivery in deliveries:
             report.faults.update(delivery.read.faults)
             report.skipped.update(delivery.read.skipped)

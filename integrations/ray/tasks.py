@@ -102,7 +102,7 @@ def _documents(files: Sequence[SourceFile], converter: FileConverter, report: So
 class PrecomputeActor:
     """Encodes batches of documents, and stores the KV of their chunks; all of a batch is durable before it is delivered.
 
-    `versions` are of the documents that the index holds, by id: a reference in a list, which is not resolved on the way.
+    `versions` are of the intact documents of the index, by id: a reference in a list, which is not resolved on the way.
     """
 
     def __init__(self, config: EngineConfig, versions: list[ray.ObjectRef[dict[str, str]]], embedder: Embedder | None) -> None:
@@ -126,7 +126,7 @@ class PrecomputeActor:
         batch, why = None, ""
         try:
             if read.documents:
-                batch = replace(self._encode(read.documents), chunks={})  # they stand in `embedded` too
+                batch = self._encode(read.documents)
         except CacheBlendError as error:
             why = str(error)
         return {"delivery": pickle.dumps(Delivery(replace(read, documents=()), self._node, batch, why))}

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ from cacheblend.base.threads import Progress
 from cacheblend.integrations.ray import RayConfig, ingest
 from cacheblend.integrations.ray.ingest import ingest_on_ray
 from cacheblend.retriever import RetrieverConfig
-from cacheblend.retriever.index import IndexedDocuments
+from cacheblend.retriever.index import INDEX_FILE, IndexedDocuments
 from cacheblend.service import Engine, EngineConfig
 from cacheblend.service.engine.document_sources import DocumentStream, SourceReport
 from cacheblend.store import KVStore, StoreConfig
@@ -98,7 +99,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def test_as_the_local_ingest(configure: Callable[..., EngineConfig], corpus: Path) -> None:
-    """Actors leave what the local ingest leaves in index and store; a second run, with a changed document, adds that alone."""
+    """Actors leave what the local ingest leaves in index and store; a second run adds a changed document and a damaged one."""
     report, steps = SourceReport(), list[tuple[int, int]]()
 
     class Steps(Progress):
@@ -123,8 +124,11 @@ def test_as_the_local_ingest(configure: Callable[..., EngineConfig], corpus: Pat
         assert engine.store.verify().ok
         assert len(engine.answer("What does the else clause do?", method="blend", max_tokens=4).token_ids) == 4
     (corpus / "a.jsonl").write_text(json.dumps({**MANY[0], "text": "words that are quite new"}) + "\n")
+    with sqlite3.connect(config.retriever_config().directory / INDEX_FILE) as catalog:  # type: ignore[operator]
+        catalog.execute("UPDATE chunks SET text = 'damage' WHERE document_id = ?", (MANY[-1]["id"],))
+    catalog.close()
     second = ingest_on_ray([str(corpus)], config, ON_RAY, embedder=FakeEmbedder())
-    assert (second.documents, second.replaced, second.unchanged) == (len(MANY) - 20 + 1, 1, len(MANY) - 20)
+    assert (second.documents, second.replaced, second.unchanged) == (len(MANY) - 20 + 1, 2, len(MANY) - 21)
     assert 0 < second.computed <= 2
 
 
