@@ -151,10 +151,10 @@ class PromptMarker:
             RetrieverError, StoreError: index or store cannot be written.
         """
         with KVStore(self._store_config) as store, store.exclusive():
-            self._ingested.put(documents)
             store.documents.put(
                 (one.document.id, one.document.version, self._naming.keys_of_document(one.token_ids)) for one in documents
             )
+            self._ingested.put(documents)
 
     def _with_passages(self, path: str, body: dict[str, Any], messages: Sequence[Message]) -> dict[str, Any] | None:
         """The request with passages marked that are ingested, or came in an earlier one of its salt; None if there are none."""
