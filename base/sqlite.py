@@ -125,7 +125,7 @@ def sqlite_errors(path: Path | None, unusable: Callable[[object], Exception]) ->
         yield
     except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter where a damaged name stands in SQLite's own message
         if path is not None and _is_disk_full(path, error):
-            raise StoreFullError(f"no room on the disk for {path}: {error}; free space, or mend a disk that has some") from error
+            raise StoreFullError(f"no room on the disk for {path}: {error}; free space, or mend a disk that has it") from error
         raise unusable(error) from error
 
 

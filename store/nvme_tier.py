@@ -71,8 +71,7 @@ class NvmeTier:
                 if self.size()[1] > budget_bytes:
                     self._correct_sizes()
                 if gone := self.shrink():
-                    above = "the KV of %d chunks exceeded nvme_budget_bytes=%d, with which the store was opened, and is removed"
-                    logger.warning(above, len(gone), budget_bytes)
+                    logger.warning("the KV of %d chunks exceeded nvme_budget_bytes=%d, and is gone", len(gone), budget_bytes)
                 self.reserve.refill()
             self._opened = opened.pop_all()
 

@@ -127,10 +127,9 @@ class Engine:
     def documents(self) -> Documents:
         """The ingested documents: list, show and delete. So are a vLLM's, which may come to the store at any time."""
         self._check_open()
-        folder = self.config.vllm_dir
         with self._opening:
-            if len(self._indexes) == 1 and (folder / INDEX_FILE).is_file():
-                self._indexes.append(self._opened.enter_context(IndexedDocuments.open(folder)))
+            if len(self._indexes) == 1 and (self.config.vllm_dir / INDEX_FILE).is_file():
+                self._indexes.append(self._opened.enter_context(IndexedDocuments.open(self.config.vllm_dir)))
         return Documents(self.store, *self._indexes, encoder=self._to_add)
 
     @property
