@@ -238,7 +238,7 @@ def test_recipes(served: tuple[Engine, str, list[Request]], sent: list[dict[str,
     assert [reused(request) for request in requests[:2]] == [0, 0]
     assert len(requests) == 3
     assert reused(requests[2]) >= 0.9 * tokens
-    blended = engine.complete(replace(requests[2], recompute_ratio=1.0))
+    blended = engine.complete(replace(requests[2], fusion=replace(requests[2].fusion, recompute_ratio=1.0)))
     exact = engine.complete(replace(requests[2], method="full_recompute"))
     assert blended.plan.hits == len(TEXTS)
     assert blended.plan.cached_tokens >= 0.9 * tokens
