@@ -107,16 +107,16 @@ def _mail_text(message: EmailMessage) -> str:
     return "\n\n".join(filter(str.strip, pieces))
 
 
-def _leaves(part: MIMEPart, kinds: Sequence[str]) -> list[MIMEPart]:
+def _leaves(part: MIMEPart, kinds: Sequence[str], bodies: Sequence[MIMEPart | None] = ()) -> list[MIMEPart]:
     """List the parts of a mail in order, of alternatives one of `kinds`, without the pictures that stand in a text."""
     kind = part.get_content_type()
-    if kind == "multipart/alternative":
-        body = part.get_body(kinds)
-        return [one for one in part.walk() if one is body or one.is_attachment()]
     if not kind.startswith("multipart/"):
-        return [part]
-    inner = (one for one in part.iter_parts() if kind != "multipart/related" or one.get_content_maintype() != "image")
-    return [leaf for one in inner for leaf in _leaves(one, kinds)]
+        return [part] if not bodies or part in bodies or part.is_attachment() else []
+    if kind == "multipart/alternative":
+        bodies = bodies or [part.get_body(kinds)]
+    own = part.iter_parts()
+    inner = (one for one in own if kind != "multipart/related" or one.get_content_maintype() != "image" or one.is_attachment())
+    return [leaf for one in inner for leaf in _leaves(one, kinds, bodies)]
 
 
 def _content(part: MIMEPart) -> str:

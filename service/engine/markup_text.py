@@ -109,7 +109,7 @@ class MarkdownWriter:
 
     def _rows(self, table: Any) -> list[list[str]]:
         """The rows of a table, spanned cells repeated; none of one that lays out a page: of one column, or of tables."""
-        rows, below = list[list[str]](), dict[int, tuple[int, str]]()
+        rows, below, width = list[list[str]](), dict[int, tuple[int, str]](), 0  # the first row's, with its empty cells
         if any(_name(inner) in _TABLES for inner in table.iterdescendants()):
             return []
         for row in (each for each in table.iter() if _name(each) in _ROWS):
@@ -126,10 +126,11 @@ class MarkdownWriter:
                     text = "".join(rows[-1][len(cells) : len(cells) + 1])
                 span = cell.find("{*}tcPr/{*}gridSpan")
                 across = _number(_attribute(span, "val") or _attribute(cell, "colspan", "gridSpan"))
-                across = 1 if rows and 1 < len(rows[0]) <= across else across  # over all columns: a heading, once
+                across = 1 if rows and across >= width else across  # over all columns: a heading, once
                 for _ in range(max(across, _number(_attribute(cell, "columns-repeated")))):
                     below[len(cells)] = (_number(_attribute(cell, "rowspan")) - 1, text)
                     cells.append(text)
+            width = width or len(cells)
             while cells and not cells[-1]:
                 cells.pop()
             rows += [cells] * _number(_attribute(row, "rows-repeated")) if cells else []

@@ -154,8 +154,8 @@ def test_office_files_with_odd_parts(tmp_path: Path) -> None:
     (tmp_path / "fees.fodt").write_text(flat)
     (tmp_path / "hall.html").write_text("<table><caption>Hire<tr><td>A<td>B<tr><td colspan=2>By day<tr><td>1<td>2</table>")
     odd = "<body hidden>Line\vone<button>Copy</button>: <img alt='\\pi'> <a>here</a>.<pre>a<br>b</pre>"
-    (tmp_path / "odd.html").write_text(f"{odd}<table><tr><td>P<tr><td colspan=2>Q<td>R</table>")
-    (tmp_path / "mail.html").write_text("<table><tr><td>Dear Ann,</td></tr><tr><td>it ships</td></tr></table>")
+    (tmp_path / "odd.html").write_text(f"{odd}<table><tr><td>P<td><td><tr><td colspan=2>Q<td>R</table>")
+    (tmp_path / "mail.html").write_text("<table><tr><td>Dear Ann,</td></tr><tr><td colspan=2>it ships</td></tr></table>")
     openpyxl = pytest.importorskip("openpyxl")
     sheet = (workbook := openpyxl.Workbook()).active
     for row in (
@@ -199,19 +199,24 @@ def test_kinds_that_are_refused_and_texts_in_gzip(tmp_path: Path) -> None:
     assert {Path(name).name for name in report.faults} == {f"some{suffix}" for suffix in not_read} | {"old.doc", "locked.docx"}
     assert "save it as .docx" in report.faults[str(tmp_path / "old.doc")]
     assert "locked with a password" in report.faults[str(tmp_path / "locked.docx")]
-    mail = EmailMessage()
+    mail, within = EmailMessage(), b"Subject: Deep\n\nThe deepest."
     mail["From"], mail["Subject"] = "Jürgen <j@example.org>", "Fähre"
     mail.set_content("<p>Sie fällt aus.</p>", subtype="html")
     mail.add_attachment(b"\x89PNG" * 99, maintype="image", subtype="png", filename="a.png")
     mail.add_attachment("Sent by a list", disposition="inline")
     mail.add_attachment("<p>Moles", subtype="html", filename="b.html")
+    for depth in range(14):  # of mails in mails, each of which was read twice for the one above
+        within = b"From: %d\nContent-Type: message/rfc822\nContent-Disposition: attachment\n\n%b" % (depth, within)
+        within = b"Content-Type: multipart/alternative; boundary=B%d\n\n--B%d\n%b\n--B%d--\n" % (depth, depth, within, depth)
     signed = b"Subject: Two\nContent-Type: multipart/signed; boundary=S\n\n--S\n%b\n--S--\n" % mail.as_bytes()
     other = tmp_path / "other"
     other.mkdir()
+    (other / "deep.eml").write_bytes(within)
     (other / "log.txt.gz").write_bytes(gzip.compress("Müde Möwen".encode()))
     (other / "box.mbox").write_bytes(b'From a\n%b\nFrom b\nTo: "\n%b' % (mail.as_bytes(), signed))
     texts, _ = read(other)
     assert texts["log.txt.gz"] == "Müde Möwen"
+    assert texts["deep.eml"] == "Subject: Deep\n\nThe deepest."
     parts = "\n\nSie fällt aus.\n\nAttachment: a.png\n\nSent by a list\n\n\nAttachment: b.html\n\nMoles"
     assert texts["box.mbox#message=1"] == f"From: Jürgen <j@example.org>\nSubject: Fähre{parts}"
     assert texts["box.mbox#message=2"] == f'To: "\nSubject: Two{parts}'
