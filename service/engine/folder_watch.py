@@ -89,6 +89,7 @@ class FolderWatch:
             self._delete({name: left.documents for name, left in gone.items()}, report)
             gone.clear()
         self._files |= gone  # until their documents are deleted
+        self._files = {name: one for name, one in self._files.items() if _is_in(name, self._folders)}
         self._files |= {name: one for name, one in self._noted().items() if not _is_in(name, self._folders)}  # another watch's
         with notes.noting(str(self._record)), replacing(self._record) as noted:
             # What could not be read is tried again after a start: it may have lacked time or memory.
