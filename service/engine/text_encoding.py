@@ -12,6 +12,9 @@ NUL_SHARE = 0.3  # of a text's bytes: two of five and more in UTF-16, few where 
 MIN_CONFIDENCE = 0.1  # of chardet; with less, short texts look Hebrew or Korean unless old code pages are left out
 # Of cp1252: the euro, quotes, dashes and other characters that stand in texts which are ASCII else.
 _ASCII, _SYMBOLS = bytes(range(128)), b"\x80\x91\x92\x93\x94\x95\x96\x97\xa3\xa7\xa9\xae\xb0\xb1\xb5\xba\xbc\xbd\xbe"
+# Where they stand in words, or before what is no ASCII: letters, and punctuation of Chinese, of other code pages.
+_LETTERS = re.compile(rb"(?i)[a-z](?:[\x80\x91\x93-\x95\xa3-\xbe][a-z]|[\xb1\xbc-\xbe])|[\xb1\xbc-\xbe][a-z]|\xa3[\xb0-\xbf]")
+_OLD = ("cp437", "cp850", "IBM866", "ISO-8859-2", "iso8859-15")  # chardet's names of what short texts are in all the same
 _CONTROL_BYTES = bytes({*range(32), 127} - set(b"\0\b\t\n\v\f\r\x0e\x0f\x1a\x1b"))  # of DOS and printers, and ISO 2022
 _MARKS = dict.fromkeys((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "utf-32")  # the first begins as one of UTF-16
 _MARKS |= dict.fromkeys((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "utf-16")
@@ -59,10 +62,13 @@ def detected_encoding(raw: bytes) -> str | None:
         import chardet
 
     sample = (b"\n".join(line for line in raw.splitlines() if not line.isascii()) or raw)[:MAX_SAMPLE_BYTES]
-    if (beyond := sample.translate(None, _ASCII)) and not beyond.translate(None, _SYMBOLS):
+    if (beyond := sample.translate(None, _ASCII)) and not beyond.translate(None, _SYMBOLS) and not _LETTERS.search(sample):
         return "cp1252"
     found = chardet.detect(sample)
-    if found["confidence"] < MIN_CONFIDENCE:
-        found = chardet.detect(sample, encoding_era=chardet.EncodingEra.MODERN_WEB)
     encoding: str | None = found["encoding"]
+    if found["confidence"] < MIN_CONFIDENCE and encoding not in _OLD:
+        newer: str = chardet.detect(sample, encoding_era=chardet.EncodingEra.MODERN_WEB)["encoding"] or ""
+        with suppress(UnicodeError, LookupError):
+            raw.decode(newer)
+            return newer
     return encoding
