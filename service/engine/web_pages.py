@@ -21,6 +21,7 @@ from .text_encoding import code_page, decoded
 SCHEMES = ("http", "https")
 SUFFIXES = {"text/html": ".html", "application/xhtml+xml": ".html", "application/pdf": ".pdf"}
 SUFFIXES |= {"application/x-ndjson": ".jsonl", "application/json": ".txt", "application/xml": ".txt"}
+SUFFIXES |= {"text/markdown": ".md", "text/rtf": ".rtf"}  # other texts are plain
 MAX_URL_CHARACTERS = 2000
 HEADERS = {"User-Agent": "cacheblend", "Accept-Encoding": "gzip"}
 HOLDS_V4, GLOBAL_V6 = list(map(ipaddress.ip_network, ("::ffff:0:0/96", "64:ff9b::/96"))), ipaddress.ip_network("2000::/3")
@@ -87,7 +88,8 @@ class WebFiles:
         """An answer's body in a file, whose suffix names its kind, and its name."""
         name = PurePosixPath(answer.url.path)
         kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-        suffix = SUFFIXES.get(kind) or (name.suffix.lower() if name.suffix[1:].isalnum() else guess_extension(kind) or ".txt")
+        guess = None if kind.startswith("text/") else guess_extension(kind)
+        suffix = SUFFIXES.get(kind) or (name.suffix.lower() if name.suffix[1:].isalnum() else guess or ".txt")
         if suffix in (".html", ".txt", ".md", ".csv") and (charset := code_page(answer.charset_encoding or "")):
             body = (decoded(body, charset) or "").encode() or body
         self._folder = self._folder or tempfile.TemporaryDirectory(prefix="cacheblend-web-")

@@ -62,6 +62,7 @@ PAGES: dict[str, Callable[[Handler], None]] = {
     "/binary.docx": lambda handler: handler.send(BINARY, f"{WORD}; charset=iso-8859-1"),
     "/export": lambda handler: handler.send(BINARY, WORD, **{"Content-Encoding": "identity"}),
     "/vague.pdf": lambda handler: handler.send(BINARY, "text/plain; charset=iso-8859-1"),
+    "/rows": lambda handler: handler.send("да".encode("cp1251"), "text/tab-separated-values; charset=windows-1251"),
     "/notes.md": lambda handler: handler.send(b"# Notes\n\nThe key is in the drawer.", "text/plain"),
     "/data": lambda handler: handler.send(b'{"id": "row", "text": "A row."}\n', "application/x-ndjson"),
     "/no_lines": lambda handler: handler.send(b"{", "application/x-ndjson"),
@@ -93,21 +94,20 @@ def site() -> Iterator[str]:
 def test_documents_of_urls(site: str) -> None:
     """Each is read by its content type, or its name where that says nothing; its URL is its id; it is fetched once."""
     pytest.importorskip("trafilatura", reason="needs the extra documents")
-    sources = [
-        f"{site}/{path}" for path in ("", "article", "latin", "notes.md#key", "data", "moved?a=b c".replace(" ", "%20"), "odd")
-    ]
+    sources = [f"{site}/{path}" for path in ("", "article", "latin", "notes.md#key", "data", "moved?a=b%20c", "odd", "rows")]
     with closing(DocumentStream(sources, WebFiles(allow_private=True))) as stream:
         size = stream.measure()
         found = {document.id: document for document in stream}
         assert stream.report.faults == {}
         assert f"{site}/notes.md" in stream.files  # whose pages that are gone are deleted
     assert size is not None
-    assert size.documents == len(found) == 7
+    assert size.documents == len(found) == 8
     assert found[f"{site}/"].title == "House & garden"
     assert ARTICLE.strip() in found[f"{site}/article"].text
     assert "Careers" not in found[f"{site}/article"].text
     assert "The gate is green. Größe" in found[f"{site}/latin"].text
     assert (found[f"{site}/notes.md"].title, found["row"].text) == ("Notes", "A row.")
+    assert found[f"{site}/rows"].text == "да"
     assert "drawer" in found[f"{site}/moved?a=b%20c"].text
     assert sorted(asked).count("/notes.md") == 2  # for itself, and by way of /moved
     assert asked.count("/data") == 1
