@@ -24,7 +24,8 @@ def read_metadata(given: object) -> dict[str, Any]:
     Raises:
         InputError: it is nested or too much, or a name or a value is not allowed.
     """
-    found = {name: value for name, value in _fields(given, "metadata").items() if value not in (None, [], ())}
+    fields = _fields(given, "metadata").items()
+    found = {name: value for name, value in fields if not (value is None or (isinstance(value, list | tuple) and not value))}
     for name, value in found.items():
         _check_values(name, value if isinstance(value, list | tuple) else [value])
     if (nbytes := len(as_json(found).encode())) > MAX_BYTES:

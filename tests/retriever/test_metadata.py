@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fakes import FakeEmbedder, tiny_tokenizer
 
@@ -97,6 +98,7 @@ def test_bad_filters(retriever: Retriever, wanted: Any, message: str | None) -> 
     [
         ({"a": {"b": 1}}, "document 'x': a: .* is no plain value; give text, a number, true, false, or a list"),
         ({"a": [[1]]}, "is no plain value"),
+        ({"a": np.arange(2)}, "is no plain value"),
         ({"a": ["x" * 60] * 100}, f"metadata of .* is more than {MAX_BYTES}"),
         ({"a": [0] * 101}, "has 101 values"),
         ({"a": "x" * MAX_BYTES}, f"is more than {MAX_BYTES}; put what is long into the text"),
