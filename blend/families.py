@@ -153,8 +153,10 @@ def max_positions_of(config: Any) -> int | None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files of a model folder that hold its weights: of transformers' names, or if there are none, of any."""
-    return sorted(directory.glob("*model*.safetensors")) or sorted((*directory.glob("*.safetensors"), *directory.glob("*.bin")))
+    """The files of a model folder that hold its weights: of transformers' names or an index's, or without them any."""
+    shards = "".join(index.read_text(encoding="utf-8") for index in directory.glob("*.safetensors.index.json"))
+    named = [file for file in directory.glob("*.safetensors") if "model" in file.name or f'"{file.name}"' in shards]
+    return sorted(named or (*directory.glob("*.safetensors"), *directory.glob("*.bin")))
 
 
 def fingerprint_directory(directory: Path, model: nn.Module, dtype: torch.dtype) -> str:

@@ -116,7 +116,7 @@ def load_model(
     except SafetensorError as error:
         raise InputError(f"the weights of {name!r} are damaged ({error}); fetch or save them again") from error
     except OSError as error:
-        if unread := next((file for file in weight_files(Path(name)) if not os.access(file, os.R_OK)), None):
+        if unread := next((file for file in weight_files(Path(name)) if file.exists() and not os.access(file, os.R_OK)), None):
             raise InputError(f"{unread} cannot be read by this user; change its mode or owner") from error
         raise _no_model(name, str(error).partition("\n")[0]) from error
     except RuntimeError as error:

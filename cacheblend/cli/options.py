@@ -124,7 +124,7 @@ def _parameter(option: Option, default: Any) -> inspect.Parameter:
 
 def size(given: str | int) -> int:
     """Read a number of bytes, such as 2GB, 512MiB or 1000; raises BadParameter for what is none."""
-    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?([kmgt]?)(i?)b?", str(given).lower(), re.ASCII)
+    found = re.fullmatch(r"(\d{1,19}(?:\.\d{1,9})?) ?([kmgt]?)(i?)b?", str(given).lower(), re.ASCII)
     if found is None:
         raise typer.BadParameter(f"{given!r} is no number of bytes; give one such as 2GB, 512MiB or 1000")
     return int(Decimal(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " "))

@@ -194,6 +194,16 @@ def has_kv(config: EngineConfig) -> bool:
     return Path(config.store_dir, KV_FOLDER).is_dir() and all(found.get(name) == asked[name] for name in KV_SETTINGS)
 
 
+def remember_new_settings(config: EngineConfig) -> None:
+    """Note the settings of a store that has none, and a budget above the noted one, to which later commands would evict."""
+    known = remembered_settings(Path(config.store_dir)).get("nvme_budget_bytes", 0)
+    if not Path(config.store_dir, SETTINGS_FILE).exists():
+        remember_settings(config)
+    elif has_kv(config) and config.store.nvme_budget_bytes > known:
+        with suppress(OSError):  # a warning tells of each eviction
+            remember_settings(config)
+
+
 def load_fusor(config: EngineConfig) -> Fusor:
     """Load the model of a configuration.
 

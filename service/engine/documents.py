@@ -95,8 +95,12 @@ class Documents:
         # 1. Split and embed. Nothing is written before all KV is there: who gives up leaves the documents as they were.
         versions = {document.id: index.version(document.id) for document in documents}
         changed = index.changed(one for one in documents if isinstance(one, Document))
-        if new := [document for document in changed if versions[document.id] is None]:  # the others' old texts go
-            index.check_room(sum(len(document.content.encode()) for document in new))
+        more = sum(len(document.content.encode()) for document in changed)
+        for document in changed:  # of those that are replaced the old texts go
+            with suppress(InputError, DamagedDocumentError):
+                more -= sum(len(chunk.text.encode()) for chunk in index.chunks(document.id))
+        if more > 0:
+            index.check_room(more)
         batch, evictions = encoder.split(documents, changed, progress), store.stats().nvme.evictions
         try:
             # 2. Compute and store chunks' KV that is stored neither here nor in the remote tier.

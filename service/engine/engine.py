@@ -27,7 +27,7 @@ from cacheblend.store import KVStore
 
 from .background_precompute import BackgroundPrecompute, Foreground
 from .chunk_context import ChunkContexts, ChunkEncoder
-from .config import INDEX_FOLDER, SETTINGS_FILE, EngineConfig, load_fusor, model_name, remember_settings, remembered_settings
+from .config import INDEX_FOLDER, EngineConfig, load_fusor, model_name, remember_new_settings, remembered_settings
 from .decoding import Piece
 from .documents import Documents
 from .ingest import BATCH_DOCUMENTS, DocumentEncoder, IngestReport, batches
@@ -118,8 +118,7 @@ class Engine:
             self._passages = PassageReuse(self, encoder)
             self._to_add = DocumentEncoder(encoder, self.retriever, self.store)
             self._indexes, self._opening = list[IndexedDocuments]([self.retriever]), threading.Lock()
-            if not (Path(config.store_dir) / SETTINGS_FILE).exists():
-                remember_settings(config)
+            remember_new_settings(config)
             self._opened = opened.pop_all()
         self._closed = False
 

@@ -184,7 +184,7 @@ class CallReader:
             before, at = before + held[at : found.start()], len(held) - len(CLOSES.sub("", held[end:]))
             calls.append(call)
         if found and calls and reason == "length":  # of the call that begins there is nothing to be used
-            self.is_cut, held = True, held[: found.start()]
+            self.is_cut, held = self._max_calls is None or len(calls) < self._max_calls, held[: found.start()]
         return before + held[at:], calls[: self._max_calls]
 
     def _bare_calls(self, text: str) -> list[Call]:

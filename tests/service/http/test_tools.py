@@ -391,7 +391,7 @@ def test_a_forced_call_that_is_cut(text: str, arguments: str | None) -> None:
 @given(st.lists(st.sampled_from(["<", "<tool", "_call>", "{", "}", '"name"', ":", '"f"', ", ", '"arguments"', "{}", " "])))
 def test_no_text_is_lost(pieces: list[str]) -> None:
     """What is given as it comes begins what is found in the whole."""
-    reader, whole = CallReader({"f": {}}), CallReader(["f"])
+    reader, whole = CallReader({"f": {}}), CallReader({"f": {}})
     given = "".join(reader.add(piece) for piece in pieces)
     rest, calls = reader.finish()
     text, same = whole.finish("".join(pieces))
