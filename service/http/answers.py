@@ -218,10 +218,11 @@ class CallReader:
 
 
 def _read_value(text: str, schema: Schema) -> Any:
-    """Read a parameter of Qwen3-Coder's: as JSON, unless the schema has texts for it, or it is no JSON."""
-    if not any("string" in way.get("type", ()) for way in (schema, *schema.get("anyOf", ()))):
+    """Read a parameter of Qwen3-Coder's: as JSON where the schema has types for it, none of them a text, and it is JSON."""
+    kinds = [way.get("type", ()) for way in (schema, *schema.get("anyOf", ())) if isinstance(way, dict)]
+    if any(kinds) and not any("string" in kind for kind in kinds):
         with suppress(ValueError):
-            return json.loads(text)
+            return json.loads(text, parse_constant=str)
     return text
 
 

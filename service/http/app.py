@@ -29,6 +29,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from cacheblend.base.errors import CacheBlendError
 from cacheblend.base.threads import Check
 from cacheblend.retriever import checked_between_batches
+from cacheblend.retriever.splitter import CUT_CHARACTERS
 from cacheblend.service.engine.config import METHODS
 from cacheblend.service.engine.engine import Engine
 
@@ -121,7 +122,8 @@ async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
             raise refused("dimensions", f"{name} has {dimensions}; leave it out")
         with checked_between_batches(check):
             vectors_ND = np.asarray(embedder.encode(texts), dtype="<f4")
-        tokens = sum(len(engine.prompts.text_ids(text)) for text in texts)
+        starts = ((text, at) for text in texts for at in range(0, len(text), CUT_CHARACTERS))  # for a tokenizer's memory
+        tokens = sum(len(engine.prompts.text_ids(text[at : at + CUT_CHARACTERS])) for text, at in starts)
         as_base64 = body.encoding_format == "base64"
         rows = [base64.b64encode(row_D).decode() for row_D in vectors_ND] if as_base64 else vectors_ND.tolist()
         data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]

@@ -5,6 +5,8 @@ from contextlib import suppress
 from math import inf
 from typing import Any, TypeVar
 
+from cacheblend.service.engine.document_sources import MAX_VALUES
+
 MAX_TOOL_CHARACTERS = 2**16  # of a tool, a schema, or a template's variables as JSON
 MAX_TOOL_DEPTH = 32  # levels of the same, and of a call's arguments
 _Json = TypeVar("_Json")
@@ -45,6 +47,8 @@ def only_allowed(given: Any) -> Any:
 
 def read_arguments(given: Any) -> dict[str, Any]:
     """A call's arguments, an object or its JSON, of any length; a ValueError if they are none, or outside the other bounds."""
+    if isinstance(given, str) and sum(map(given.count, "{[,")) > MAX_VALUES:
+        raise ValueError(f"has more than {MAX_VALUES} values; make it simpler")
     try:
         value = json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError):

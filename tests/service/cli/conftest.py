@@ -1,6 +1,8 @@
 """A command line on a tiny model, and documents for it."""
 
 import json
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,14 @@ from engines import DOCUMENTS
 from fakes import FakeEmbedder
 
 from cacheblend.retriever import DEFAULT_EMBEDDER
+
+
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    """What `serve` does at SIGTERM ends with its test."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture
