@@ -1,4 +1,4 @@
-"""What every test needs: no network, and no trace in the user's folders; and what several folders' tests share."""
+"""Fixtures of every test, which has no network and leaves nothing in the user's folders, and of several folders' tests."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty folder of models and of what is computed once, for the test alone."""
+    """The user's cache folder is one of the test's own, empty at first."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

@@ -141,8 +141,8 @@ def answer_ids(prompts: PromptRenderer, answer: str) -> list[int]:
     if not before or before[-1].isspace():
         return ids(answer)
     # In one go, where the border holds: some tokenizers put a space of their own in front of a text.
-    before_ids, whole = ids(before), ids(f"{before} {answer}")
-    return whole[len(before_ids) :] if whole[: len(before_ids)] == before_ids else ids(f" {answer}")
+    before_ids, joined = ids(before), ids(f"{before} {answer}")
+    return joined[len(before_ids) :] if joined[: len(before_ids)] == before_ids else ids(f" {answer}")
 
 
 CHUNKINGS = ("split", "passage")

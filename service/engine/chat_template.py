@@ -73,8 +73,8 @@ class ChatTemplate:
         """Refuse variables that the template does not know, and texts that it would make control tokens.
 
         Raises:
-            ConfigError: one of the names is no variable of the template, or a value has the text of a control token. Only a
-                model that does not think may be asked not to: one setting serves several models.
+            ConfigError: one of the names is no variable of the template, or a value has the text of a control token. A model
+                that does not think may be asked not to, whatever its template: one setting serves several models.
         """
         if not template_kwargs:
             return

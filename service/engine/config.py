@@ -164,9 +164,8 @@ def model_name(config: EngineConfig) -> str:
 
 def _settings(config: EngineConfig) -> dict[str, Any]:
     parts = (config, config.retriever, config.store)
-    return {name: getattr(part, name) for name in SETTINGS for part in parts if hasattr(part, name)} | {
-        "model": model_name(config)
-    }
+    values = {name: getattr(part, name) for name in SETTINGS for part in parts if hasattr(part, name)}
+    return {**values, "model": model_name(config)}
 
 
 def remember_settings(config: EngineConfig) -> None:

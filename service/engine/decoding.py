@@ -80,7 +80,7 @@ class Sampling:
         check_share("top_p", self.top_p)
         check_whole("top_k", self.top_k, at_least=-1)
         if self.seed is not None and not (is_whole(self.seed) and -(2**63) <= self.seed < 2**64):
-            raise ConfigError("seed", self.seed, "a whole number of 64 bits")
+            raise ConfigError("seed", self.seed, "an integer of 64 bits")
 
     def generation_options(self, tokenizer: Any) -> dict[str, Any]:
         """The options that `generate` knows, for a model with this tokenizer."""

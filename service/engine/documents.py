@@ -96,9 +96,10 @@ class Documents:
         versions = {document.id: index.version(document.id) for document in documents}
         changed = index.changed(one for one in documents if isinstance(one, Document))
         more = sum(len(document.content.encode()) for document in changed)
-        for document in changed:  # of those that are replaced the old texts go
+        for document in changed:
             with suppress(InputError, DamagedDocumentError):
-                more -= sum(len(chunk.text.encode()) for chunk in index.chunks(document.id))
+                if versions[document.id] is not None:  # its old text goes
+                    more -= sum(len(chunk.text.encode()) for chunk in index.chunks(document.id))
         if more > 0:
             index.check_room(more)
         batch, evictions = encoder.split(documents, changed, progress), store.stats().nvme.evictions

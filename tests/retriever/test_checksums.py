@@ -94,7 +94,7 @@ def test_verify(directory: Path, damage: str) -> None:
 
 @pytest.mark.parametrize("repair", [False, True])
 def test_verify_beside_a_service(directory: Path, monkeypatch: pytest.MonkeyPatch, repair: bool) -> None:
-    """What another process deletes meanwhile is not damaged, and what it adds, in the place of that, stays."""
+    """A document that another process deletes meanwhile is not damaged; the one that has its row number then stays."""
     is_intact = Catalog.is_intact
     with open_index(directory) as service, IndexedDocuments.open(directory) as index:
 

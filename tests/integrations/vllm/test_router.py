@@ -43,14 +43,13 @@ from cacheblend.store import ChunkKV, KVStore, StoreConfig
 KEY = "a key of vLLM"
 RULES = " ".join(f"Rule {number}: trains to town {number} are booked by the office. </s>" for number in range(12))
 DOCS = [{"title": "Travel", "text": RULES}, {"text": "Lunch is at noon, and free on Fridays."}]
-QUESTION = {"role": "user", "content": "Who books trains?"}
-CALLED = {"role": "tool", "content": "Rules"}
-IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
+QUESTION, CALLED = {"role": "user", "content": "Who books trains?"}, {"role": "tool", "content": "Rules"}
+SAID = {"role": "assistant", "content": "well,"}
+NO_TEXTS = "cut \ud83d", [{"type": "text", "text": None}], [{"type": "image_url"}]
 LEFT = (
     *({"tools": [{}]}, {"truncate_prompt_tokens": 9}, {"add_generation_prompt": False}),
-    *({"messages": [IMAGE]}, {"messages": "hi"}, {"messages": [QUESTION, CALLED, QUESTION]}, {"messages": [QUESTION, CALLED]}),
-    {"messages": [QUESTION, {"role": "assistant", "content": "well,"}]},
-    *({"messages": [{**QUESTION, "content": text}]} for text in ("cut \ud83d", [{"type": "text", "text": None}])),
+    *({"messages": one} for one in ("hi", [QUESTION, SAID], [QUESTION, CALLED], [QUESTION, CALLED, QUESTION])),
+    *({"messages": [{**QUESTION, "content": one}]} for one in NO_TEXTS),
 )
 NAMING = ChunkNaming((), ChunkContext(), "model", "raw")
 
@@ -221,19 +220,12 @@ def test_thinking_is_the_templates(make_marker: Callable[..., PromptMarker]) -> 
         assert tokenizer.decode(marked["kv_transfer_params"]["prompt_token_ids"]).endswith("no thoughts") == is_off
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (CHAT, {"messages": [QUESTION]}),
-        (CHAT, {"messages": ["hi"]}),
-        (COMPLETIONS, {"prompt": [1, 2, 3]}),
-        (COMPLETIONS, {"prompt": "no passage"}),
-        (COMPLETIONS, {"prompt": RULES, "echo": True}),
-    ],
-)
-def test_what_is_vllms_as_it_is(marker: PromptMarker, path: str, body: dict[str, Any]) -> None:
+def test_what_is_vllms_as_it_is(marker: PromptMarker) -> None:
     """Requests without chunks, and those whose rendering is vLLM's own business, go on as they came."""
-    assert marker.mark(path, body) is None
+    for messages in ([QUESTION], ["hi"]):
+        assert marker.mark(CHAT, {"messages": messages}) is None
+    for body in ({"prompt": [1, 2, 3]}, {"prompt": "no passage"}, {"prompt": RULES, "echo": True}):
+        assert marker.mark(COMPLETIONS, body) is None
 
 
 def test_documents_that_only_a_template_could_write(make_marker: Callable[..., PromptMarker], tokenizer: Any) -> None:
@@ -304,11 +296,10 @@ def replace_engine(routes: BlendRoutes, **changed: Any) -> None:
 
 def test_bodies_pass_the_middleware(client: TestClient) -> None:
     """A marked body is longer; one that is not a request, or is for another route, is the same to the byte; errors are 400."""
-    marked = json.loads(client.post(CHAT, json={"messages": [QUESTION], "documents": DOCS}).json()["got"])
+    body: Any = {"messages": [QUESTION], "documents": DOCS}
+    marked = json.loads(client.post(CHAT, json=body).json()["got"])
     assert marked["kv_transfer_params"]["prompt_token_ids"]
-    behind_proxy = TestClient(client.app, root_path="/llm").post(
-        f"/llm{CHAT}", json={"messages": [QUESTION], "documents": DOCS}
-    )
+    behind_proxy = TestClient(client.app, root_path="/llm").post(f"/llm{CHAT}", json=body)
     assert json.loads(behind_proxy.json()["got"]) == marked
     others = (CHAT, b"{not json"), (CHAT, b"[1]"), (CHAT, b"[" * 100_000)
     for path, body in (*others, ("/v1/other", json.dumps({"documents": DOCS}).encode())):
@@ -407,8 +398,7 @@ def test_the_docs_command(client: TestClient) -> None:
     (line,) = [line for line in page.splitlines() if line.startswith("curl ")]
     _, address, _, body = shlex.split(line, comments=True)
     assert address == f"localhost:8000{DOCUMENTS}"
-    headers = {"Content-Type": "application/x-www-form-urlencoded"}
-    answer = client.post(DOCUMENTS, content=body, headers=headers)
+    answer = client.post(DOCUMENTS, content=body, headers={"Content-Type": "application/x-www-form-urlencoded"})
     assert (answer.status_code, answer.json()["documents"]) == (200, 1)
 
 
@@ -418,8 +408,7 @@ def test_without_the_connector_nothing_is_changed(client: TestClient, routes: Bl
     body = json.dumps({"messages": [QUESTION], "documents": DOCS}).encode()
     assert client.post(CHAT, content=body).json()["got"].encode() == body
     assert client.post(DOCUMENTS, json={"documents": DOCS}).status_code == 503
-    engine = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=None))
-    asyncio.run(routes.init_state(engine, None, None))
+    asyncio.run(routes.init_state(SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=None)), None, None))
     assert routes.engine is None
 
 
@@ -459,8 +448,7 @@ def ingest(folder: Path, capsys: pytest.CaptureFixture[str]) -> Ingest:
     def run(*arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:
             cli.main(["ingest", str(folder), *arguments])
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
+        return int(ended.value.code or 0), *capsys.readouterr()
 
     return run
 

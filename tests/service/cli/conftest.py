@@ -15,7 +15,7 @@ from cacheblend.retriever import DEFAULT_EMBEDDER
 
 @pytest.fixture(autouse=True)
 def own_signals() -> Iterator[None]:
-    """What `serve` does at SIGTERM ends with its test."""
+    """The handler of SIGTERM that `serve` sets is removed after the test."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)

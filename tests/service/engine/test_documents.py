@@ -350,7 +350,7 @@ def test_pages(engine: Engine) -> None:
 
 
 def test_documents_of_a_vllm(engine: Engine) -> None:
-    """What a vLLM that came later was given is listed and deleted, also where the store does not know it, as after a kill."""
+    """Documents of a vLLM that came later are listed and deleted, also where the store does not know them, as after a kill."""
     ids = ["v", "v.pdf#page=1", "v.pdf#page=2"]
     engine.config.vllm_dir.mkdir()
     with IndexedDocuments(IndexCatalog(engine.config.vllm_dir / INDEX_FILE, {})) as index:
