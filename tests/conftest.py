@@ -1,7 +1,11 @@
 """Fixtures of every test, which has no network and leaves nothing in the user's folders, and of several folders' tests."""
 
-import asyncio
 import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as processors: one thread each, set before torch is imported
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import asyncio
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,8 +19,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 USERS_CACHE = user_cache_folder()
 asyncio.set_event_loop(None)  # from here on none is made unasked: LlamaIndex would leave it open, and a later test be blamed
-if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as processors: one thread each
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
 _DATA = tempfile.TemporaryDirectory(prefix="cacheblend-tests-")
 os.environ["XDG_DATA_HOME"] = _DATA.name  # where a store is that nobody names
 
