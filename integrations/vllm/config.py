@@ -20,18 +20,17 @@ from cacheblend.blend.families import fingerprint_directory, max_positions_of, w
 from cacheblend.blend.loading import NO_CODE, class_for, load_tokenizer
 from cacheblend.loader import LoaderConfig
 from cacheblend.service.engine.chunk_context import ChunkNaming, read_context
-from cacheblend.service.engine.config import EngineConfig
+from cacheblend.service.engine.config import EngineConfig, remembered_settings
 from cacheblend.service.engine.prompt import PromptRenderer
 from cacheblend.store import StoreConfig
 
 # Options that the environment may have instead, as it may for the other commands: vLLM logs the ones that it is given.
 VARIABLES = ("remote", "remote_secret")
-OF_ENGINE = (
+OPTIONS = (
     *("store_dir", "recompute_ratio", "ram_budget_bytes", "nvme_budget_bytes", "instruction", "context_filler"),
     *("preset", "max_loss_nats", "chunk_tokens", "find_passages", "index_budget_bytes"),
-    *(*VARIABLES, "remote_timeout_s"),
+    *(*VARIABLES, "remote_timeout_s", "codec"),
 )
-OPTIONS = (*OF_ENGINE, "codec")
 # What prompts begin with (a system message) has so large a part of the RAM budget, one over this.
 PREFIX_PART = 8
 
@@ -41,7 +40,7 @@ class ConnectorConfig:
     """Options of the connector: the store of chunks' KV, and the blending of prompts.
 
     Args:
-        engine: of the project's own engine over the same store, with the options of `OF_ENGINE`. Chunks that it has ingested
+        engine: of the project's own engine over the same store, with the options of `OPTIONS`. Chunks that it has ingested
             with the same model, dtype and instruction are hits here. `codec` is its `kv_cache_dtype`, `recompute_ratio` its
             `quality_ratio`; the workers of one vLLM share `ram_budget_bytes`.
     """
@@ -50,7 +49,7 @@ class ConnectorConfig:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> ConnectorConfig:
-        """The configuration that vLLM's `kv_connector_extra_config` names.
+        """The configuration that vLLM's `kv_connector_extra_config` names, with the settings of the folder's KV as defaults.
 
         Raises:
             ConfigError: an unknown option, none for `store_dir`, or a value that is not allowed.
@@ -59,10 +58,10 @@ class ConnectorConfig:
             raise ConfigError("kv_connector_extra_config", unknown, f"options are {', '.join(sorted(OPTIONS))}")
         if "store_dir" not in options:
             raise ConfigError("kv_connector_extra_config", dict(options), 'give "store_dir", the folder of the chunks\' KV')
-        known = options_of(StoreConfig)
-        given = {name: os.environ.get(known[name].variable) or None for name in VARIABLES}
-        given |= {name: options[name] for name in OF_ENGINE if name in options}
-        engine = from_options(EngineConfig, {"model": "any", "kv_cache_dtype": options.get("codec"), **given})
+        known, given = options_of(StoreConfig), dict[str, Any](remembered_settings(Path(str(options["store_dir"]))))
+        given |= {name: os.environ.get(known[name].variable) or None for name in VARIABLES}
+        given |= {"kv_cache_dtype" if name == "codec" else name: options[name] for name in OPTIONS if name in options}
+        engine = from_options(EngineConfig, {**given, "model": "any"})
         if (ratio := engine.recompute_ratio) is not None:
             engine = replace(engine, loader=LoaderConfig(quality_ratio=ratio))
         return cls(engine=engine)

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,8 @@ from cacheblend.blend import ChunkContext, KVGeometry
 from cacheblend.integrations.vllm.config import ConnectorConfig
 from cacheblend.integrations.vllm.scheduler import BlendScheduler, Marks
 from cacheblend.service.engine.chunk_context import ChunkNaming
-from cacheblend.store import ChunkKey
+from cacheblend.service.engine.config import EngineConfig, remember_settings
+from cacheblend.store import ChunkKey, StoreConfig
 
 BLOCK = 4
 KEYS = ChunkNaming((1, 2), ChunkContext(filler_ids=(3,), document_tokens=100), "model", "raw")
@@ -239,6 +241,16 @@ def test_bad_options_are_refused(options: dict[str, Any]) -> None:
     """An option that is unknown or has a value that is not allowed is refused by name."""
     with pytest.raises(ConfigError):
         ConnectorConfig.from_options(options)
+
+
+def test_a_store_has_its_settings(tmp_path: Path) -> None:
+    """What the KV in a folder was computed with, and its budget, need not be said again; options count before."""
+    store = StoreConfig(nvme_budget_bytes=2**40)
+    noted = EngineConfig(model="m", store_dir=tmp_path, kv_cache_dtype="int8", context_document_tokens=7, store=store)
+    remember_settings(noted)
+    for options, codec in (({}, "int8"), ({"codec": "int4"}, "int4")):
+        config = ConnectorConfig.from_options({"store_dir": str(tmp_path), **options}).engine
+        assert (config.kv_cache_dtype, config.context_document_tokens, config.store) == (codec, 7, store)
 
 
 def test_the_remote_tier_is_an_option_or_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
