@@ -47,10 +47,8 @@ class SlowEmbedder(FakeEmbedder):
 
 
 @pytest.fixture
-def embedder() -> Iterator[SlowEmbedder]:
-    embedder = SlowEmbedder()
-    yield embedder
-    embedder.gate.set()
+def embedder() -> SlowEmbedder:
+    return SlowEmbedder()
 
 
 Serve = Callable[..., tuple[Server, dict[str, httpx.Client]]]
@@ -75,6 +73,7 @@ def serve(model_dir: Path, tmp_path: Path, embedder: SlowEmbedder) -> Iterator[S
             }
 
         yield start
+        embedder.gate.set()  # a stop waits for calls that compute
 
 
 def chat(question: str = QUESTION, **options: Any) -> dict[str, Any]:
