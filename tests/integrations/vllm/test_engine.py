@@ -21,7 +21,7 @@ from vllm_engines import FAMILIES, VOCAB, MakeModel, OpenServed, Served, apart, 
 
 from cacheblend.base.errors import UnsupportedModelError
 from cacheblend.blend import FusionConfig, Fusor, Segment
-from cacheblend.blend.loading import load_tokenizer
+from cacheblend.blend.loading import choose_dtype, load_tokenizer
 from cacheblend.integrations.vllm.config import ConnectorConfig
 from cacheblend.integrations.vllm.plugin import VARIABLES
 from cacheblend.integrations.vllm.router import CHAT, PromptMarker
@@ -99,7 +99,11 @@ def test_blends_are_the_projects_own(name: str, make_model: MakeModel, open_serv
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_bfloat16(name: str, make_model: MakeModel, open_served: OpenServed) -> None:
-    """In 16 bits an answer at ratio 1.0 is vLLM's own to the bit, after short openings and long ones, which are kept."""
+    """In 16 bits an answer at ratio 1.0 is vLLM's own, after short openings and long ones, which are kept.
+
+    It is so to the bit where the processor multiplies bfloat16; elsewhere its products depend on the number of rows.
+    """
+    rounding = 0 if choose_dtype(torch.bfloat16, "cpu") is torch.bfloat16 else 0.02
     with open_served(make_model(name, torch.bfloat16), dtype="bfloat16") as served:
         served.precompute(CHUNKS)
         for head in (HEAD, HEAD * 2):
@@ -108,8 +112,8 @@ def test_bfloat16(name: str, make_model: MakeModel, open_served: OpenServed) -> 
             served.llm.reset_prefix_cache()
             whole = served.ask(tokens, spans, ratio=1.0)
             assert whole.kv_transfer_params["cacheblend"]["hits"] == 2
-            assert torch.equal(first_logprobs(whole), first_logprobs(exact))
-            assert whole.outputs[0].token_ids == exact.outputs[0].token_ids
+            assert apart(whole, exact) <= rounding
+            assert rounding or whole.outputs[0].token_ids == exact.outputs[0].token_ids
 
 
 def test_misses_are_computed_afterwards(make_model: MakeModel, open_served: OpenServed) -> None:
