@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -73,12 +72,6 @@ def demo(
     _handbook_demo(config, store_dir, num_chunks, count, as_json, started)
 
 
-@contextmanager
-def _store_folder(store_dir: Path | None) -> Iterator[Path]:
-    with ExitStack() as stack:
-        yield store_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-demo-")))
-
-
 def _handbook_demo(
     config: EngineConfig, store_dir: Path | None, num_chunks: int, count: int | None, as_json: bool, started: float
 ) -> None:
@@ -92,7 +85,7 @@ def _handbook_demo(
     if screen is not None:
         screen.begin(config.model, len(documents))
     with ExitStack() as stack:
-        folder = stack.enter_context(_store_folder(store_dir))
+        folder = store_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-demo-")))
         with terminal.shown_stages():
             from cacheblend.service import Engine
 
@@ -129,5 +122,4 @@ def _handbook_demo(
         )
         return
     screen.end(asked, methods, note, store_dir)
-    duration_note = f"set-up (fetching and opening the model) {setup_s:.0f} s, the demo {total_s - setup_s:.0f} s"
-    terminal.print_line(duration_note)
+    terminal.print_line(f"set-up (fetching and opening the model) {setup_s:.0f} s, the demo {total_s - setup_s:.0f} s")

@@ -11,7 +11,7 @@ from cacheblend.blend import FusionResult
 from cacheblend.blend.fidelity import first_token_kl_nats
 from cacheblend.eval.data.source import OWN_QUESTION, answer_ids
 from cacheblend.eval.methods import rows_run
-from cacheblend.eval.metrics import GOLD_TOKENS, answer_nll_nats, equal_greedy_tokens, f1, normalize
+from cacheblend.eval.metrics import answer_nll_nats, equal_greedy_tokens, f1, likeliest_answer, normalize
 from cacheblend.eval.run.folder import has_random_weights
 from cacheblend.service import Answer, Engine
 
@@ -131,10 +131,9 @@ def blended_ratio(engine: Engine) -> float | None:
 
 def _compare(engine: Engine, item: HandbookQuestion, answers: Mapping[str, tuple[Answer, FusionResult]]) -> AskedQuestion:
     full_answer, full = answers["full_recompute"]
-    positions = engine.fusor.max_positions
-    room = GOLD_TOKENS if positions is None else min(GOLD_TOKENS, positions - len(full.token_ids))
-    golds = [answer_ids(engine.prompts, answer)[:room] for answer in item.answers]
-    full_nll, gold = min((answer_nll_nats(engine.fusor, full, ids), ids) for ids in golds)
+    found = likeliest_answer(engine.fusor, full, [answer_ids(engine.prompts, answer) for answer in item.answers])
+    assert found is not None, "the handbook's questions have answers"
+    full_nll, gold = found
     replies = {}
     for method in METHODS:
         answer, fused = answers[method]

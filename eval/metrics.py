@@ -9,7 +9,7 @@ import functools
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,14 @@ def quality(example: Example, prediction: str) -> Mapping[str, float | None]:
 
 GOLD_TOKENS = 64  # of a longer answer (a summary) its beginning is enough, and its forward stays short
 COMPARED_TOKENS = 16
+
+
+def likeliest_answer(fusor: Fusor, fused: FusionResult, answers: Iterable[Sequence[int]]) -> tuple[float, Sequence[int]] | None:
+    """Return NLL, in nats, and token ids of the answer that a prompt finds likeliest; None where no answer has a token."""
+    positions = fusor.max_positions
+    room = GOLD_TOKENS if positions is None else min(GOLD_TOKENS, positions - len(fused.token_ids))
+    golds = [ids for answer in answers if (ids := answer[:room])]
+    return min(((answer_nll_nats(fusor, fused, ids), ids) for ids in golds), default=None)
 
 
 @torch.no_grad()

@@ -181,7 +181,7 @@ def prepare_body(engine: Engine, body: dict[str, Any], **options: Any) -> Reques
     if "prompt" in body:
         (layout,) = lay_out_completion(engine, CompletionBody.model_validate(body), 0)
     else:
-        (layout,) = lay_out_chat(engine, ChatBody.model_validate(body), {})
+        layout = lay_out_chat(engine, ChatBody.model_validate(body), {})
     return engine.prepare(**{**layout, **options})
 
 

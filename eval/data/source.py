@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cacheblend.base.errors import ConfigError
+from cacheblend.base.options import check_whole
 from cacheblend.retriever import Embedder
 from cacheblend.service.engine.config import INSTRUCTION
 from cacheblend.service.engine.prompt import AFTER_QUESTION, BEFORE_QUESTION, PromptRenderer
@@ -176,12 +177,9 @@ class Preset:
     warm_up: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in ("chunk_tokens", "num_chunks"):
-            value = getattr(self, field)
-            if field == "num_chunks" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(field, value, "an integer of at least 1")
+        check_whole("chunk_tokens", self.chunk_tokens)
+        if self.num_chunks is not None:
+            check_whole("num_chunks", self.num_chunks)
         for field, allowed in (("chunking", (None, *CHUNKINGS)), ("order", ORDERS), ("prompt", PROMPTS)):
             if getattr(self, field) not in allowed:
                 raise ConfigError(field, getattr(self, field), f"one of {', '.join(filter(None, allowed))}")

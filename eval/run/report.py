@@ -145,7 +145,7 @@ _HEADER = [
     "tokens recomputed",
     "compute",
     "MB loaded",
-    "deviation left",
+    "relative KV error",
     "KL nats (95 %)",
     "NLL over full (95 %)",
     "equal tokens",

@@ -27,7 +27,7 @@ from cacheblend.eval.methods import (
     generate,
     make_methods,
 )
-from cacheblend.eval.metrics import COMPARED_TOKENS, GOLD_TOKENS, answer_nll_nats, equal_greedy_tokens, quality
+from cacheblend.eval.metrics import COMPARED_TOKENS, answer_nll_nats, equal_greedy_tokens, likeliest_answer, quality
 from cacheblend.retriever import Embedder
 
 from .folder import EvalConfig, Row, RunFolder, environment, has_random_weights
@@ -112,13 +112,11 @@ class CaseRunner:
     def _reference(self, request: Request) -> _Reference:
         full = self._fusor.prefill(request.prompt.token_ids)
         token_ids, _ = generate(self._fusor, full, min(COMPARED_TOKENS, self._config.new_tokens))
-        positions = self._fusor.max_positions
-        room = GOLD_TOKENS if positions is None else min(GOLD_TOKENS, positions - len(full.token_ids))
         answers = () if self._is_random else request.example.answers
-        golds = [ids for ids in (answer_ids(self._prompts, answer)[:room] for answer in answers) if ids]
-        if not golds:
+        found = likeliest_answer(self._fusor, full, [answer_ids(self._prompts, answer) for answer in answers])
+        if found is None:
             return _Reference(full=full, token_ids=token_ids)
-        nll_nats, gold_ids = min((answer_nll_nats(self._fusor, full, ids), ids) for ids in golds)
+        nll_nats, gold_ids = found
         return _Reference(full=full, token_ids=token_ids, gold_ids=gold_ids, gold_nll_nats=nll_nats)
 
     def _result(self, example: Example, answer: MethodAnswer, reference: _Reference) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -115,6 +115,8 @@ class CacheBlendConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: i
         UnsupportedModelError: the model, or what it is run with, cannot be blended; the message names what.
     """
 
+    requires_kv_delivery = False  # nothing waits for the blocks of a preempted request
+
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         if not vllm_config.model_config.is_hybrid and (trouble := _trouble(vllm_config, kv_cache_config)):
@@ -125,10 +127,12 @@ class CacheBlendConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: i
         self._rows = int(vllm_config.scheduler_config.max_num_batched_tokens)
         self._block_size = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         self._worker: BlendWorker | None = None
+        self._reports: dict[str, Report] = {}  # of the step, between two calls of vLLM's
         if role == base.KVConnectorRole.WORKER:
             _name_shapes_of_sharing_layers(vllm_config, kv_cache_config)
         if role == base.KVConnectorRole.SCHEDULER:
-            self._store = KVStore(self._config.store_config(workers=2**20))  # asked what is stored; nothing is read here
+            # It is asked what is stored; nothing is read here.
+            self._store = KVStore(replace(self._config.store_config(), ram_budget_bytes=1))
             hashed = kv_cache_config.hash_block_size or self._block_size
             model, parallel = vllm_config.model_config, vllm_config.parallel_config
             layers, heads = model.get_num_layers(parallel), model.get_num_kv_heads(parallel)  # of one worker
@@ -170,11 +174,8 @@ class CacheBlendConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: i
         """The engine goes on stepping while missed chunks wait to be computed."""
         return self._scheduler.has_misses
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return False, self._scheduler.finish(request)
-
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])
+        return False, self._scheduler.finish(request)
 
     # A worker's side.
 

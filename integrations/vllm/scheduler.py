@@ -179,8 +179,8 @@ class BlendScheduler:
             logger.exception("request %s is computed exactly", request.request_id)
             reason = f"failed: {type(error).__name__}"
         if reason:
-            self._reports[request.request_id] = {"blended": False, "reason": reason}
-            self._count(self._reports[request.request_id])
+            self._reports[request.request_id] = report = {"blended": False, "reason": reason}
+            self._count(report)
 
     def _take(self, request: Any, marks: Marks) -> str:
         """Accept a request whose chunks are worth blending; otherwise return the reason."""

@@ -115,11 +115,14 @@ class BlendWorker:
         return len(self._fetches) + len(self._blends)
 
     def step(self, jobs: Iterable[BlendJob], missed: Iterable[PromptChunk], rows: int, *, is_idle: bool) -> None:
-        """Work as much as vLLM's own prefill of `rows` tokens would: at least a layer; or when idle a missed chunk."""
+        """Work as much as vLLM's own prefill of `rows` tokens would, at least a layer.
+
+        Without a blend compute a missed chunk, in few of the steps unless idle.
+        """
+        has_remote = self._store.has_remote and self._ranks.rank == 0
         for job in jobs:
-            fetches = self._store.has_remote and self._ranks.rank == 0
             fetch = partial(self._fetch_missing, job.prompt)
-            self._fetches.append((job, in_daemon_thread(fetch, "cacheblend-vllm") if fetches else None))
+            self._fetches.append((job, in_daemon_thread(fetch, "cacheblend-vllm") if has_remote else None))
         self._begin_fetched()
         self._miss(missed)
         left = max(1, rows) * self._fusor.runner.geometry.layers
@@ -343,7 +346,7 @@ class BlendWorker:
         return not pending_bytes or pending_bytes + kv_bytes <= self._store.config.write_queue_bytes
 
     def _find_stored(self, keys: Sequence[ChunkKey], *, is_here: bool = False) -> list[bool]:
-        """None in a store that cannot be read, since the other ranks wait for an answer."""
+        """Whether each key is stored; no key in a store that cannot be read, since the other ranks wait for an answer."""
         try:
             return [key in self._store for key in keys] if is_here else self._store.find(keys)
         except CacheBlendError as error:

@@ -118,8 +118,8 @@ async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
         raise refused(f"input.{empty[0]}", "is empty; leave it out")
 
     def embed(check: Check) -> Response:  # written out here too: many texts need long
-        if body.dimensions not in (None, dimensions := embedder.dimensions):
-            raise refused("dimensions", f"{name} has {dimensions}; leave it out")
+        if body.dimensions not in (None, embedder.dimensions):
+            raise refused("dimensions", f"{name} has {embedder.dimensions}; leave it out")
         with checked_between_batches(check):
             vectors_ND = np.asarray(embedder.encode(texts), dtype="<f4")
         starts = ((text, at) for text in texts for at in range(0, len(text), CUT_CHARACTERS))  # for a tokenizer's memory

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -57,7 +57,8 @@ async def answer_chat(body: ChatBody, request: Request, generation: type[Generat
 async def prepare_chat(body: ChatBody, request: Request) -> list[PromptRequest]:
     """A chat's one request with its prompt, chunks included."""
     _check_tools(body, request.state.engine.prompts)
-    return await _prepare(body, request, partial(lay_out_chat, defaults=request.app.state.server.template_kwargs))
+    defaults = request.app.state.server.template_kwargs
+    return await _prepare(body, request, lambda engine, chat: [lay_out_chat(engine, chat, defaults)])
 
 
 @router.post("/v1/completions", responses=ANSWERS)
@@ -75,7 +76,7 @@ async def explain(body: ChatBody, request: Request) -> dict[str, Any]:
     server.check_model(body.model)
 
     def look(_: Check) -> dict[str, Any]:
-        laid_out = next(lay_out_chat(engine, body, server.template_kwargs))
+        laid_out = lay_out_chat(engine, body, server.template_kwargs)
         found = engine.explain(laid_out["layout"], laid_out["passages"], body.cache_salt)
         return {"object": "explanation", "num_chunks": laid_out["num_chunks"], **found}
 
@@ -106,23 +107,27 @@ def template_kwargs(body: ChatBody, defaults: Mapping[str, Any], known: Collecti
     return {**defaults, **of_effort, **asked}
 
 
-def lay_out_chat(engine: Engine, body: ChatBody, defaults: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Questions, layout, thoughts, and numbers of chunks and tokens of a chat, as options of `Engine.prepare`."""
+def _num_chunks(engine: Engine, body: Body, default: int) -> int:
+    """How many chunks to retrieve, at most all; none beside documents, where asking for some is refused."""
     if body.documents is not None and body.num_chunks:
         raise refused("num_chunks", "leave it out beside documents, which are all used", code=None)
+    return min(default if body.num_chunks is None else body.num_chunks, engine.retriever.chunk_count)
+
+
+def lay_out_chat(engine: Engine, body: ChatBody, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Questions, layout, thoughts, and numbers of chunks and tokens of a chat, as options of `Engine.prepare`."""
     messages = [message.message() for message in body.messages]
     asked = ["", "", *(one.content for one in messages if one.role == "user" and one.content.strip())]  # the last one asks
     passages = engine.find_passages((message.role, message.content) for message in messages)
     are_retrieved = any(one.reason != "paragraph" for one in passages)  # by their form, or they are stored chunks
-    num_chunks = 0 if body.documents is not None or are_retrieved else DEFAULT_NUM_CHUNKS
-    num_chunks = num_chunks if body.num_chunks is None else body.num_chunks
-    num_chunks = min(num_chunks, engine.retriever.chunk_count) if any(asked) else 0
+    default = 0 if body.documents is not None or are_retrieved else DEFAULT_NUM_CHUNKS
+    num_chunks = _num_chunks(engine, body, default) if any(asked) else 0
     tools = [tool.model_dump(exclude_none=True) for tool in body.called_tools]
     prompts, with_chunks = engine.prompts, num_chunks > 0 or body.brought is not None
     variables = template_kwargs(body, defaults, prompts.template.variables)
     continues = body.continue_final_message or body.messages[-1].prefix
     layout = prompts.chat(messages, with_chunks=with_chunks, tools=tools, template_kwargs=variables, continues=continues)
-    yield {
+    return {
         "question": asked[-1],
         "earlier_question": asked[-2],
         "layout": layout,
@@ -136,6 +141,7 @@ def lay_out_chat(engine: Engine, body: ChatBody, defaults: Mapping[str, Any]) ->
 
 def lay_out_completion(engine: Engine, body: CompletionBody, words: int) -> Iterator[dict[str, Any]]:
     """The same options of each prompt of a text completion; `words` is the size of the model's vocabulary."""
+    num_chunks = _num_chunks(engine, body, 0)
     for prompt in body.prompt:
         if not isinstance(prompt, str) and max(prompt) >= words:
             raise refused("prompt", f"{max(prompt)} is no token id of this model, which has {words}")
@@ -145,7 +151,7 @@ def lay_out_completion(engine: Engine, body: CompletionBody, words: int) -> Iter
             "layout": engine.prompts.completion(prompt),
             "continues": True,
             "passages": () if body.num_chunks or body.documents else engine.find_passages([("user", text)]),
-            "num_chunks": 0 if body.documents is not None else min(body.num_chunks or 0, engine.retriever.chunk_count),
+            "num_chunks": num_chunks,
             "max_tokens": 1 if body.max_tokens == 0 else body.max_tokens,  # that one is left out of the answer
         }
 
@@ -166,7 +172,7 @@ def sampling_of(body: Body, grammars: GrammarCompiler, thoughts: Thoughts | None
 
 
 async def _prepare(
-    body: Body, request: Request, lay_out: Callable[[Engine, Any], Iterator[dict[str, Any]]]
+    body: Body, request: Request, lay_out: Callable[[Engine, Any], Iterable[dict[str, Any]]]
 ) -> list[PromptRequest]:
     server: Server = request.app.state.server
     engine: Engine = request.state.engine

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace as replaced
+from dataclasses import replace
 from functools import partial
 from itertools import islice, starmap
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -161,12 +161,15 @@ async def _read_files(request: Request) -> Ingest:
 
 def _ingest_file(server: Server, engine: Engine, file: FormFile, faults: dict[str, str], progress: Progress) -> IngestReport:
     progress.note("read", 0, 1)
-    before = len(faults)
-    documents = _read_file(server, file, progress.check, faults)
+    documents, own_faults = _read_file(server, file, progress.check)
+    room = max(0, MAX_FAULTS - len(faults))
+    faults.update(islice(own_faults.items(), room))
+    if len(own_faults) > room:
+        faults[file.name] = f"{len(own_faults) - room:,} more lines or parts cannot be used"
     report = engine.ingest(documents, progress)
-    if {*islice(faults.values(), before, None)} <= {*WITHOUT_TEXT} and not file.name.lower().endswith(JSONL_SUFFIXES):
+    if {*own_faults.values()} <= {*WITHOUT_TEXT} and not file.name.lower().endswith(JSONL_SUFFIXES):
         gone = engine.documents.prune([document.id for document in documents], [file.id])  # pages of a longer file of this id
-        report = replaced(report, deleted=len(gone))
+        report = replace(report, deleted=len(gone))
     return report
 
 
@@ -228,10 +231,10 @@ async def _read_form(request: Request) -> list[FormFile]:
         await form.close()
 
 
-def _read_file(server: Server, file: FormFile, check: Check, faults: dict[str, str]) -> list[Document]:
-    """The documents of a file, read as `cacheblend ingest` reads it; `check` ends the reading if nobody waits for it.
+def _read_file(server: Server, file: FormFile, check: Check) -> tuple[list[Document], dict[str, str]]:
+    """The documents of a file, read as `cacheblend ingest` reads it, and by place why pages and lines are none.
 
-    `faults` receives pages and lines that are no document; a file without any other is refused.
+    `check` ends the reading if nobody waits for it. A file without any document is refused.
     """
     name, checked_at = file.name, time.monotonic()
 
@@ -241,7 +244,7 @@ def _read_file(server: Server, file: FormFile, check: Check, faults: dict[str, s
             check()
             checked_at = time.monotonic()
 
-    max_documents, documents, characters, own_faults = server.http.max_documents, list[Document](), 0, dict[str, str]()
+    max_documents, documents, characters, faults = server.http.max_documents, list[Document](), 0, dict[str, str]()
     with _written(server.uploads_folder, name, file.raw) as path, closing(FileConverter()) as converter:
         try:
             title = PurePosixPath(name).stem
@@ -254,7 +257,7 @@ def _read_file(server: Server, file: FormFile, check: Check, faults: dict[str, s
                 metadata=file.metadata,
                 check=check_in_time,
                 max_bytes=MAX_UNPACKED_BYTES,
-                fault=own_faults.__setitem__,
+                fault=faults.__setitem__,
             ):
                 documents.append(document)
                 characters += len(document.text)
@@ -265,13 +268,9 @@ def _read_file(server: Server, file: FormFile, check: Check, faults: dict[str, s
             raise refused("file", f"needs the extra `{error.extra}` where the service runs; send it as text") from error
         except InputError as error:
             raise refused("file", str(error)) from None
-    if own_faults and not documents:
-        raise refused("file", "{}: {}".format(*next(iter(own_faults.items()))))
-    room = max(0, MAX_FAULTS - len(faults))
-    faults.update(islice(own_faults.items(), room))
-    if len(own_faults) > room:
-        faults[name] = f"{len(own_faults) - room:,} more lines or parts cannot be used"
-    return documents
+    if faults and not documents:
+        raise refused("file", "{}: {}".format(*next(iter(faults.items()))))
+    return documents, faults
 
 
 @contextmanager

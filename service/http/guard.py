@@ -130,7 +130,9 @@ def error_response(error: Exception) -> JSONResponse:
 def log_failure(error: Exception) -> int:
     """Log a failure of the service's own; returns the status of an error's response."""
     status, _ = _status_and_code(error)
-    if status >= 500 and not isinstance(error, errors.ShuttingDownError | errors.DeadlineError | errors.OtherIndexError):
+    if status >= 500 and not isinstance(
+        error, ApiError | errors.ShuttingDownError | errors.DeadlineError | errors.OtherIndexError
+    ):
         logger.error("request %s met an error", REQUEST_ID.get(), exc_info=error)
     return status
 

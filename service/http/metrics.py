@@ -138,8 +138,8 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """The state now, summed over tenants."""
         requests = GaugeMetricFamily("cacheblend_requests_now", "Requests that wait or run now, by state.", labels=["state"])
-        for name in ("waiting", "prefilling", "decoding"):
-            requests.add_metric([name], getattr(self._scheduler.state, name))
+        for state, count in self._scheduler.state._asdict().items():
+            requests.add_metric([state], count)
         yield requests
         exact = GaugeMetricFamily("cacheblend_exact", "1 while every request runs exactly, for this reason.", labels=["reason"])
         for reason in {engine.fusor.exact_reason for engine in self._engines}:

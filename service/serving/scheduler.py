@@ -6,9 +6,8 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 
@@ -111,8 +110,7 @@ class DeviceClock:
         return time.perf_counter()
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerState:
+class SchedulerState(NamedTuple):
     """Numbers of requests that wait, are prefilled, and decode."""
 
     waiting: int

@@ -123,6 +123,7 @@ OTHER_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (TEXTS, {**TEXT, "prompt": [5, -1]}, "prompt.0.1: must be greater than or equal to 0"),
     (TEXTS, {**TEXT, "prompt": [5, True]}, "prompt.0.1: must be a valid integer"),
     (TEXTS, {**TEXT, "prompt": [[5], [999_999]]}, "prompt: 999999 is no token id of this model"),
+    (TEXTS, {**TEXT, "num_chunks": 2, "documents": [{"text": "x"}]}, "num_chunks: leave it out beside documents"),
     (TEXTS, {**TEXT, "best_of": 2}, "best_of: is no field of this request; leave it out"),
     (TEXTS, {**TEXT, "echo": True, "logprobs": 0}, "echo: log-probabilities of the prompt's tokens are not computed"),
     (TEXTS, {**TEXT, "suffix": "x"}, "suffix: is no field of this request; leave it out"),

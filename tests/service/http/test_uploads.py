@@ -91,7 +91,8 @@ def test_a_shorter_file_leaves_no_page_behind(client: httpx.Client, monkeypatch:
     pages = 3
 
     def read(_: Path, id_: str, *__: Any, fault: Any, **___: Any) -> Any:
-        fault("page 4", documents.WITHOUT_TEXT[0])
+        for page in range(4, 6 + documents.MAX_FAULTS):  # more than are listed
+            fault(f"page {page}", documents.WITHOUT_TEXT[0])
         yield from (Document(f"{id_}#page={page}", "", f"page {page}") for page in range(1, pages + 1))
 
     monkeypatch.setattr(documents, "file_documents", read)
