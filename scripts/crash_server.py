@@ -58,7 +58,7 @@ WRITERS, ASKERS = 3, 3
 DOCUMENTS = 60  # that a round begins with at most: the others are deleted before it
 RAM_BYTES = 8 * 2**20  # soon full
 FULL_S = 0.4  # how long a disk stays full, and then has room again
-FIRST_S = 20.0  # until a change is answered, at most
+FIRST_S = 120.0  # until a change is answered, at most
 MARK = re.compile(r"This is ([\w-]+), (0\.\d+)")  # what a writer's text begins with, and no other text
 
 

@@ -41,7 +41,10 @@ def slow_text(pattern: re.Pattern[str]) -> str | None:
     source = pattern.pattern
     parts = {source[at : at + size] for size in (1, 2, 6) for at in range(len(source))}
     for part in sorted(parts.union(string.printable, "\u3002\u2026\u0301", ("\n ", "a ", "! ", "\\"))):
-        if _seconds(pattern, part, CHARACTERS) > NOTED_S and _seconds(pattern, part, 2 * CHARACTERS) > BOUND_S:
+        if _seconds(pattern, part, CHARACTERS) > NOTED_S and all(
+            _seconds(pattern, part, 2 * CHARACTERS) > BOUND_S
+            for _ in range(5)  # the processor may be taken away for a while
+        ):
             return part
     return None
 

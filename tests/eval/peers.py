@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,11 +18,13 @@ Answer = Callable[[int], Response]
 
 
 def sse(*events: object) -> Response:
-    """Events as a stream; a number is a pause in seconds, a text stands as it is."""
+    """Events as a stream; a number is a pause in seconds, a thread's event is waited for, a text stands as it is."""
 
     async def stream() -> AsyncIterator[str]:
         for event in events:
-            if isinstance(event, float):
+            if isinstance(event, threading.Event):
+                await asyncio.to_thread(event.wait, 30)
+            elif isinstance(event, float):
                 await asyncio.sleep(event)
             else:
                 yield f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n"

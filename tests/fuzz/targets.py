@@ -352,7 +352,7 @@ def connections() -> Iterator[Check]:
                 answer = b"".join(iter(lambda: connection.recv(2**16), b""))
                 assert not answer or answer.startswith((b"HTTP/1.1 2", b"HTTP/1.1 4")), answer[:200]
                 assert b"HTTP/1.1 5" not in answer
-            assert httpx.get(f"{address}/readyz").status_code == 200
+            assert httpx.get(f"{address}/readyz", timeout=60).status_code == 200
 
         yield check
 

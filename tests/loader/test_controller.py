@@ -69,7 +69,7 @@ def test_copies_beside_reads() -> None:
 
 
 @given(rate=rates, reusable=tokens, fresh=st.integers(1, 500))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_recompute_hides_behind_loading(rate: float, reusable: int, fresh: int) -> None:
     """Where loading is the longer side at r*, the ratio is the largest that keeps it so at r*'s TTFT; elsewhere it is r*."""
     controller = controller_of(rate)

@@ -86,7 +86,7 @@ def serving_tenants(
 def connected(address: str) -> socket.socket:
     """A connection to a server, for what no client would send."""
     host, _, port = address.removeprefix("http://").partition(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+    return socket.create_connection((host, int(port)), timeout=60)
 
 
 def key_of(name: str) -> str:

@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -96,11 +97,12 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with contextlib.closing(socket.socket()) as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """A port that nobody listens on, below those that the system gives to who asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.closing(socket.socket()) as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def main(config: ServedConfig) -> None:

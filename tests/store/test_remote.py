@@ -67,7 +67,8 @@ def open_shared(tmp_path: Path) -> Iterator[OpenShared]:
     with ExitStack() as stack:
 
         def open_one(name: str, url: str, **options: object) -> KVStore:
-            given = {"directory": tmp_path / name, "remote": url, "remote_secret": SECRET, **options}
+            patient = {"remote_secret": SECRET, "remote_timeout_s": LONG_S}  # a late answer would be a miss
+            given = {"directory": tmp_path / name, "remote": url, **patient, **options}
             return stack.enter_context(KVStore(StoreConfig(**given)))
 
         yield open_one
@@ -154,7 +155,7 @@ def test_late_entries_are_stored_all_the_same(redis_server: RedisServer, open_sh
     redis_server.pause()
     started = time.monotonic()
     assert other.fetch(KEYS, 0.2) == 0
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < LONG_S / 2
     assert other.fetch(KEYS[:2], 0.1) == 0  # waits for the same calls
     other.delete(KEYS[3])
     redis_server.resume()
@@ -191,7 +192,7 @@ def test_a_silent_server_is_left(redis_server: RedisServer, open_shared: OpenSha
     assert store.fetch(KEYS, LONG_S) == 0
     store.put(*make_chunk(50))
     store.close()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < LONG_S / 2
     redis_server.resume()
 
 
@@ -377,7 +378,7 @@ def backend() -> FakeBackend:
 def tier(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteTier]:
     """A tier over the backend, whose queue has room for three changes."""
     monkeypatch.setattr(remote, "MAX_CHANGES", 3)
-    monkeypatch.setattr(remote, "MAX_TRANSFER_S", 2.0)
+    monkeypatch.setattr(remote, "MAX_TRANSFER_S", 20.0)
     tier = RemoteTier(RemoteAddress("redis://host"), backend, ObjectFormat(None), 0.2)
     yield tier
     backend.may_answer.set()
@@ -437,7 +438,7 @@ def test_a_closed_tier_neither_fetches_nor_sends(backend: FakeBackend, tier: Rem
     backend.put = put  # type: ignore[method-assign]
     for key in KEYS[:2]:
         tier.put(key.digest, lambda: ENTRIES[0])
-    wait_until(lambda: put.call_count == FAILURES)
+    wait_until(lambda: put.call_count >= FAILURES)
     tier.put(KEYS[2].digest, None)
     tier.close()
     assert (tier.stats().dropped_writes, backend.objects) == (2, {})

@@ -48,10 +48,11 @@ def server(make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> I
                 assert process.poll() is None, log.read_text()[-3000:]
                 assert time.monotonic() < deadline, log.read_text()[-3000:]
                 try:
-                    if httpx.get(f"{url}/health").status_code == 200:
+                    if httpx.get(f"{url}/health", timeout=30).status_code == 200:
                         break
                 except httpx.TransportError:
-                    time.sleep(0.5)
+                    pass
+                time.sleep(0.5)
             yield url
         finally:
             process.terminate()

@@ -101,7 +101,7 @@ def test_the_remote_tier_keeps_others(open_engine: OpenEngine, other: Fusor, tmp
     old.close()
     new = open_engine(store_dir=tmp_path / "one", fusor=other, rewriting=Progress(), **shared)
     new.reindex()
-    assert new.store.flush_remote(10)
+    assert new.store.flush_remote(60)
     assert not any(key in new.store for key in keys)
     assert all(new.store.find(keys))
 

@@ -141,8 +141,7 @@ class TestDocuments:
         report = engine.ingest([LONG])
         assert (report.unchanged, report.computed, report.already_stored) == (1, 0, len(chunks))
 
-    @pytest.mark.parametrize("id_", ["for", "another"])
-    @pytest.mark.parametrize("window", [0, WINDOW, POSITIONS])
+    @pytest.mark.parametrize(("window", "id_"), [(0, "another"), (WINDOW, "another"), (WINDOW, "for"), (POSITIONS, "another")])
     def test_brought_documents(self, open_engine: OpenEngine, id_: str, window: int) -> None:
         """A document that a request brings has the contexts of its own text, and is not computed when it is ingested later."""
         engine = open_engine(context_document_tokens=window)

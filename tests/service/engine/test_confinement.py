@@ -54,7 +54,7 @@ def test_code_in_the_reader_has_its_own_file_alone(tmp_path: Path) -> None:
     own.write_text("own words")
     other.write_text("of another tenant")
     command = [sys.executable, "-c", CONFINED, str(own), str(other)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     found = json.loads(done.stdout)
     if found["lacks"]:
         pytest.skip(str(found["lacks"]))

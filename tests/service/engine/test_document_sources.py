@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import sys
-import threading
 import tracemalloc
 import zipfile
 from contextlib import closing
@@ -215,7 +214,7 @@ def test_odd_files(office: Path, open_engine: OpenEngine) -> None:
 
 
 @needs_documents
-def test_bombs_and_long_files_are_refused(tmp_path: Path) -> None:
+def test_bombs_and_long_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An archive that unpacks to more than the limit is not unpacked; one that takes too long loses only itself."""
     path = tmp_path / "bomb.docx"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive, archive.open("a", "w") as member:
@@ -227,9 +226,11 @@ def test_bombs_and_long_files_are_refused(tmp_path: Path) -> None:
         assert "some words" in converter.convert(tmp_path / "fine.docx")[0].text
         (tmp_path / "late.docx").write_bytes(docx("other words"))
         converter._process.send_signal(signal.SIGSTOP)  # alive, and silent, when it is asked
-        threading.Timer(1, converter._process.kill).start()
+        process, read = converter._process, converter._read
+        monkeypatch.setattr(converter, "_read", lambda *asked: process.kill() or read(*asked))
         with pytest.raises(InputError, match="its reader ended"):
             converter.convert(tmp_path / "late.docx")
+        monkeypatch.undo()
         assert "other words" in converter.convert(tmp_path / "late.docx")[0].text
     with closing(FileConverter(timeout_s=0.001)) as converter, pytest.raises(InputError, match=r"not read within 0\.001 s"):
         converter.convert(tmp_path / "fine.docx")
@@ -481,9 +482,9 @@ def test_a_line_of_many_values_is_refused_unparsed(tmp_path: Path) -> None:
     assert refused_in_bytes(path, r"junk\.jsonl, line 1: more than 200000 values") < 4 * path.stat().st_size
 
 
-@pytest.mark.parametrize("lengths", [[30], [1_000_000], [400] * 3000, [100_000, 7, 0, 100_000]])
+@pytest.mark.parametrize("lengths", [[30], [100_000], [400] * 300, [100_000, 7, 0, 100_000]])
 def test_tokens_of_a_stream(tmp_path: Path, lengths: list[int]) -> None:
-    """They are counted in pieces from all over the texts, so that every language counts as it is written."""
+    """They are counted in the beginnings of the first texts, so that a language counts as it is written."""
     tokenizer = tiny_tokenizer()
     for place, length in enumerate(lengths):
         kind = "while the loop " if place % 2 else "\u6f22\u5b57"

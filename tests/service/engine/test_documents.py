@@ -369,5 +369,6 @@ def test_one_document_is_looked_up_by_its_id(engine: Engine, monkeypatch: pytest
         raise AssertionError("all documents were listed")
 
     monkeypatch.setattr(IndexCatalog, "documents", listing)
-    engine.documents.show(ID)
+    assert engine.documents.show(ID)[1]
     engine.documents.delete(ID)
+    assert engine.store.documents.get(ID) is None

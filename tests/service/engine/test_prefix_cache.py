@@ -138,10 +138,10 @@ def test_the_same_prompt_again(family_engine: Engine) -> None:
         assert furthest(first, second) <= 1e-4
 
 
-def test_short_prompts(family_engine: Engine) -> None:
+def test_short_prompts(engine: Engine) -> None:
     """A prompt below a block neither hits nor misses."""
     for _ in range(2):
-        answer = ask(family_engine, PromptTokens((), TURN[:16]), max_tokens=1)
+        answer = ask(engine, PromptTokens((), TURN[:16]), max_tokens=1)
         assert (answer.plan.hits, kinds(answer)) == (0, ["fresh"])
 
 

@@ -55,7 +55,7 @@ def page(request: pytest.FixtureRequest, browser: Any) -> Iterator[Any]:
     width, height = request.param
     with browser.new_context(viewport={"width": width, "height": height}) as context:
         page = context.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(60_000)
         page.add_init_script(WATCH_ANSWER)
         faults: list[str] = []
         page.on("pageerror", lambda error: faults.append(str(error)))

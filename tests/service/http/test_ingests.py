@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from api import bearer, serving, serving_tenants
-from browser import open_page
+from browser import ONCE, open_page
 from waiting import wait_until
 
 from cacheblend.service import Engine
@@ -174,6 +174,7 @@ def test_what_is_no_job(client: httpx.Client, send: Callable[[httpx.Client], htt
     assert client.get("/v1/ingests").json()["data"] == []
 
 
+@ONCE
 def test_the_page_follows_jobs_after_a_reload(page: Any, engine: Engine, held: threading.Event) -> None:
     """An upload goes on where the page is loaded anew, which shows it until the document is there; another is cancelled."""
     with serving(engine) as (_, address):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ MARKUP = "<img src=x onerror=\"document.title='broken'\"><script>document.title=
 AXE = find_spec("axe_core_python")
 
 
+@pytest.mark.usefixtures("_slowly")
 def test_ask(page: Any, address: str, engine: Engine) -> None:
     """A question typed and sent by Enter is answered piece by piece, and compared with full prefill; bars and shaded
     tokens show what was recomputed, and a further question goes with the turn before it.
@@ -127,6 +129,15 @@ def test_look_into_a_prompt(page: Any, open_engine: OpenEngine) -> None:
         page.locator("#explained", has_text="messages").wait_for()
 
 
+@pytest.fixture
+def _slowly(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers come so slowly that a browser with little of a processor sees their tokens come."""
+    decode, pause = engine.fusor.decoder.decode, threading.Event()
+    monkeypatch.setattr(engine.fusor.decoder, "decode", lambda *given: pause.wait(0.04) or decode(*given))
+
+
+@ONCE
+@pytest.mark.usefixtures("_slowly")
 def test_stop(page: Any, address: str, server: Server) -> None:
     """Stop ends the answer in the middle, in the service too."""
     open_page(page, address)
@@ -156,6 +167,7 @@ def test_text_is_never_markup(page: Any, address: str, engine: Engine) -> None:
     assert fits(page)
 
 
+@ONCE
 def test_key(page: Any, open_engine: OpenEngine) -> None:
     """Where the service wants a key, the page asks for it, and keeps it for the tab alone."""
     engine = open_engine()
@@ -172,6 +184,7 @@ def test_key(page: Any, open_engine: OpenEngine) -> None:
         assert page.evaluate("[localStorage.length, sessionStorage.length]") == [0, 1]
 
 
+@ONCE
 def test_errors_are_told(page: Any, open_engine: OpenEngine) -> None:
     """What the service refuses, and a stream cut off before its end, stand in an alert; the next question is answered."""
     engine = open_engine()
@@ -378,7 +391,9 @@ def test_a_file_of_a_known_name(page: Any, open_engine: OpenEngine, tmp_path: Pa
         assert fits(page)
 
 
+@ONCE
 def test_files_are_dropped(page: Any, open_engine: OpenEngine) -> None:
+    """A file that is dropped on the page is uploaded and listed."""
     engine = open_engine()
     with serving(engine) as (_, address):
         open_page(page, address)

@@ -209,6 +209,9 @@ def test_a_client_that_leaves_ends_the_reading(address: str, server: Server, mon
 
     asyncio.run(leave())
     wait_until(lambda: not server.uploads.is_busy)
+    monkeypatch.undo()
+    with httpx.Client(base_url=address, timeout=60) as other:
+        assert post(other, "b.txt", TEXT.encode()).status_code == 201
 
 
 def test_bad_forms(client: httpx.Client) -> None:
