@@ -131,20 +131,20 @@ class Decoder:
         self._reference_config = model.config
         self.config = model.config.get_text_config(decoder=True)
         self.dtype, self.device = model.dtype, next(model.parameters()).device
-        shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        tree = copy.deepcopy(model, shared)
+        weights = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        tree = copy.deepcopy(model, {**weights})  # of a copy each: deepcopy notes in it what it has copied
         tree.set_attn_implementation(IMPLEMENTATION)
         self.rope_border = rope_border(self.config)
         if self.rope_border is not None:
             turn_rows_alone(tree, self.rope_border)
         owner, name = find_layers(tree, int(self.config.num_hidden_layers))
         layer_list: Any = tree.get_submodule(owner)._modules[name]
-        plain: list[Any] = list(layer_list)
+        every: list[Any] = list(layer_list)
         tree.get_submodule(owner)._modules[name] = nn.ModuleList()
-        exit_tree = copy.deepcopy(tree, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+        exit_tree = copy.deepcopy(tree, {**weights})
         self._entrance, self._entrances = tree, (tree.get_submodule(owner), name)
         with torch.no_grad():
-            self._examine(plain)
+            plain = self._examine(every)
         exit_tree.get_submodule(owner)._modules[name] = nn.ModuleList([_Exit(plain[-1], as_tuple=self._gives_tuples)])
         layers = [with_modules(layer, mlp=RowPieces(layer.mlp)) if hasattr(layer, "mlp") else layer for layer in plain]
         if is_worth_packing(model):
@@ -163,10 +163,9 @@ class Decoder:
         self.layer_parameters = sum(parameter.numel() for parameter in plain[-1].parameters())
         self._decode_kernels = [self._decode_kernel(layer, anatomy) for layer, anatomy in enumerate(self.anatomy)]
 
-    def _examine(self, plain: list[Any]) -> None:
-        """Set `anatomy` and all that follows from it."""
+    def _examine(self, every: list[Any]) -> list[Any]:
+        """Set `anatomy` and all that follows from it; returns the layers that the decoder runs, in order."""
         positions_S = torch.tensor(PROBED, device=self.device)
-        every = list(plain)
         self._stand_in([_Entrance(layer, index, is_last=layer is every[-1]) for index, layer in enumerate(every)])
         token_ids_S = torch.arange(len(PROBED), device=self.device) % int(self.config.vocab_size)
         _THREAD.examines = True
@@ -179,7 +178,7 @@ class Decoder:
         order = _THREAD.order
         if order != sorted(set(order)):
             raise UnblendableError("its decoder runs a layer more than once")
-        plain[:] = [every[index] for index in order]  # a decoder may leave layers out, as those that look at images
+        plain = [every[index] for index in order]  # a decoder may leave layers out, as those that look at images
         self._parallel = calls[0].hidden.shape[0] if calls[0].hidden.ndim == 4 else 1
         self._hidden_size = self._parallel * calls[0].hidden.shape[-1]
         self._has_extra = calls[0].extra is not None
@@ -218,6 +217,7 @@ class Decoder:
         of_layers = heads if len(set(heads)) > 1 else ()
         shared = tuple(anatomy.source for anatomy in self.anatomy[len(keeping) :])
         self.geometry = KVGeometry(len(keeping), *heads[0], self.dtype, self.device, heads_of_layers=of_layers, shared=shared)
+        return plain
 
     def _stand_in(self, entrances: list[_Entrance]) -> None:
         owner, name = self._entrances
@@ -272,7 +272,7 @@ class Decoder:
         output: torch.Tensor = tree(input_ids=torch.zeros((1, 1), dtype=torch.long, device=self.device), use_cache=False).logits
         return output
 
-    def rotary(self, positions_N: torch.Tensor, hidden_1SM: torch.Tensor) -> dict[Hashable, CosSin]:
+    def rotary(self, positions_N: torch.Tensor) -> dict[Hashable, CosSin]:
         if self._has_extra:
             inputs = {"input_ids": torch.zeros_like(positions_N)[None]}
         else:  # one row of zeros stands for all: no embedding is looked up
@@ -309,13 +309,11 @@ class Decoder:
     ) -> torch.Tensor:
         pieces: list[torch.Tensor] = []
         anatomy = self.anatomy[layer]
-        for piece in rows.split(self.rows_at_once):
-            done = sum(part.shape[1] for part in pieces)
+        for piece, hidden_1PM in zip(rows.split(self.rows_at_once), hidden_1SM.split(self.rows_at_once, dim=1), strict=True):
             layer_pass = RowsPass(layer_kv, piece, self.windows[anatomy.source], anatomy, scatter=scatter)
             cos_sin_S = (cos_sin_N[0][:, piece.on_device_S], cos_sin_N[1][:, piece.on_device_S])
-            piece_hidden = hidden_1SM[:, done : done + len(piece)]
             block = (self.layers if piece.is_contiguous else self._fused_layers)[layer]
-            pieces.append(self._step(block, layer, piece_hidden, piece.on_device_S, cos_sin_S, layer_pass))
+            pieces.append(self._step(block, layer, hidden_1PM, piece.on_device_S, cos_sin_S, layer_pass))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
     def run_question(
@@ -352,7 +350,7 @@ class Decoder:
         """The KV of a prefix, for sequences that follow it; None if the model's attention accepts no mask of ours."""
         if self.config._attn_implementation not in ("sdpa", "eager") or not all(own.caches_keys for own in self.anatomy):
             return None
-        rotary = self.rotary(torch.arange(len(prefix_ids), device=self.device), torch.empty(0))
+        rotary = self.rotary(torch.arange(len(prefix_ids), device=self.device))
         layers = [
             self.anatomy[layer].unpack(self.rotate(layer, k_1HPD, rotary[self.layer_types[layer]]), v_1HPD.clone())
             for layer, (k_1HPD, v_1HPD) in enumerate(self.run_isolated([prefix_ids]))

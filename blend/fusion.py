@@ -60,8 +60,8 @@ class Fusion:
         self.layers, self._keeps_reuse = list[LayerKV](), keeps_reuse
         self.reuse_logits: Tensor | None = None
         self._deviation: tuple[Tensor, Tensor] | None = None  # the positions measured, and theirs on the device
-        # What the question attends to from each layer on, and tokens that link chunks; 0: not asked.
-        self._scores = torch.zeros(1, len(prompt)), torch.zeros(len(prompt), dtype=torch.bool)
+        self._attention_LN = torch.zeros(1, len(prompt))  # of the question, from each layer on; 0: not asked
+        self._bridge_N = torch.zeros(len(prompt), dtype=torch.bool)  # tokens that link chunks
         self._questions: list[LayerReport] = []
         self._turns: dict[Hashable, Turn] = {}  # by the kind of rotary embedding
         self._read: dict[int, LayerKV] = {}  # layers that the question pass has read, keys rotated, until they are run
@@ -70,7 +70,7 @@ class Fusion:
         """Run layer after layer; each yields its report."""
         runner, prompt, device = self._runner, self._prompt, self._runner.geometry.device
         self._token_ids_N = upload(torch.tensor(prompt.token_ids), device)
-        self._rotary = runner.rotary(torch.arange(len(prompt), device=device), runner.embed(self._token_ids_N[:1]))
+        self._rotary = runner.rotary(torch.arange(len(prompt), device=device))
         can_ask = prompt.reusable_tokens > 0 and runner.geometry.layers > 1
         if can_ask and getattr(self._selector, "reads_attention", False):
             # 1. The question's rows run over the stored KV, and score the tokens.
@@ -195,7 +195,7 @@ class Fusion:
             self._questions.append(LayerReport(layer, len(rows), wait_s, time.perf_counter() - arrived))
             yield self._questions[-1]
         summed_LN = attention_LN.flip(0).cumsum(0).flip(0).cpu()
-        self._scores = torch.cat([summed_LN, summed_LN[-1:]]), prompt.bridges_N()
+        self._attention_LN, self._bridge_N = torch.cat([summed_LN, summed_LN[-1:]]), prompt.bridges_N()
         if self._keeps_reuse:
             self.reuse_logits = self._logits(hidden_1SM, list(self._read.values()))
 
@@ -232,15 +232,14 @@ class Fusion:
         """Mask (S,) of the rows that stay: all that are not reusable, the selector's choice, and the prompt's last."""
         reusable_S = self._prompt.reusable_N[positions_S]
         candidates_C = positions_S[reusable_S]
-        attention_LN, bridge_N = self._scores
         step = SelectionStep(
             layer,
             self._runner.geometry.layers,
             self._prompt.reusable_tokens,
             candidates_C,
             deviation_C,
-            attention_LN[min(layer, len(attention_LN) - 1), candidates_C],
-            bridge_N[candidates_C],
+            self._attention_LN[min(layer, len(self._attention_LN) - 1), candidates_C],
+            self._bridge_N[candidates_C],
             self._prompt.offset_N[candidates_C],
             len(positions_S) - len(candidates_C),
         )
@@ -258,12 +257,10 @@ class Fusion:
         self, layer: int, cos_sin_N: CosSin, rows: Rows, hidden_1SM: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Fresh K, rotated, and V (1, H, P, D) of rows, P at a time, and their positions (P,)."""
-        done = 0
-        for piece in rows.split(PROJECTED_AT_ONCE):
+        for piece, hidden_1PM in zip(rows.split(PROJECTED_AT_ONCE), hidden_1SM.split(PROJECTED_AT_ONCE, dim=1), strict=True):
             at_P = piece.on_device_S
-            k_1HPD, v_1HPD = self._runner.project_kv(layer, hidden_1SM[:, done : done + len(piece)])
+            k_1HPD, v_1HPD = self._runner.project_kv(layer, hidden_1PM)
             yield at_P, self._runner.rotate(layer, k_1HPD, (cos_sin_N[0][:, at_P], cos_sin_N[1][:, at_P])), v_1HPD
-            done += len(piece)
 
     def _compare(self, layer: int, layer_kv: LayerKV, cos_sin_N: CosSin) -> Tensor:
         """Put fresh K and V of all rows into the layer; returns the candidates' deviation (C,) from what stood there."""
@@ -316,11 +313,10 @@ class CacheSink:
 
     def put(self, layer: int, layer_kv: LayerKV) -> None:
         """Put a finished layer into the cache."""
-        pair = layer_kv.k_1HND, layer_kv.v_1HND
-        is_reordered = self._anatomy is not None and (self._anatomy[layer].is_packed or self._anatomy[layer].rotated)
+        pair, place, is_reordered = (layer_kv.k_1HND, layer_kv.v_1HND), layer, False
         if self._anatomy is not None:
-            pair = self._anatomy[layer].unpack(*pair)
-        place = layer if self._anatomy is None else self._anatomy[layer].cache_index
+            own = self._anatomy[layer]
+            pair, place, is_reordered = own.unpack(*pair), own.cache_index, bool(own.is_packed or own.rotated)
         self.cache.update(pair[0][:, :, :0], pair[1][:, :, :0], place)
         target: Any = self.cache.layers[place]
         target.keys, target.values = pair

@@ -128,7 +128,7 @@ class Fusor:
     @property
     def decoder(self) -> Decoder:
         """The runner over the Hugging Face model; raises as `model` does."""
-        assert self.model is not None
+        _ = self.model  # refuses another engine's runner
         assert isinstance(self._runner, Decoder)
         return self._runner
 

@@ -123,7 +123,7 @@ class ModelRunner(Protocol):
     def embed(self, token_ids_S: torch.Tensor) -> torch.Tensor:
         """Input of layer 0, (1, S, M)."""
 
-    def rotary(self, positions_N: torch.Tensor, hidden_1SM: torch.Tensor) -> Mapping[Hashable, CosSin]:
+    def rotary(self, positions_N: torch.Tensor) -> Mapping[Hashable, CosSin]:
         """Cosine and sine (1, N, rotary size) of the positions, a pair for each of `layer_types`."""
 
     def rotate(self, layer: int, k_1HSD: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:

@@ -146,8 +146,8 @@ def _blend_layers(fusor: Fusor, tokens: int, ratio: float) -> list[LayerSample]:
     samples: list[LayerSample] = []
     before, layers = 0, fusor.decoder.geometry.layers
     layer_kvs = [LayerKV.empty(fusor.decoder.geometry, tokens, layer) for layer in range(min(LAYERS_TIMED, layers))]
-    for x_1HND in (x_1HND for one in layer_kvs for x_1HND in (one.k_1HND, one.v_1HND)):
-        x_1HND.normal_()
+    for layer_kv in layer_kvs:
+        layer_kv.kv_21HND.normal_()
     config, source = FusionConfig(recompute_ratio=ratio, selector="gradual"), _LoadedLayers(layer_kvs)
     with closing(fusor.fuse_steps(segments, config, source)) as steps:
         for layer in range(len(layer_kvs)):

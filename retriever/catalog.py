@@ -105,8 +105,6 @@ class Catalog:
         """Close the file; a second call does nothing."""
         self._db.close()
 
-    # Writes.
-
     def put(self, entries: Sequence[EmbeddedDocument], expected: Mapping[str, Sequence[str | None]] | None = None) -> int:
         """Add documents, in place of those with their ids, in one transaction; returns how many were replaced.
 
@@ -234,8 +232,6 @@ class Catalog:
                 self._sql("DELETE FROM chunks WHERE document_id NOT IN (SELECT id FROM documents)")
         damaged = tuple(tables.printable(id_) for _, id_ in bad)
         return IndexReport(len(rows), chunks, damaged, strays, bool(broken), repair)
-
-    # Reads.
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
@@ -377,8 +373,6 @@ class Catalog:
         for owner in damaged:
             logger.error("a chunk is not in the index: %s", errors.DamagedDocumentError(owner))
         return [*vectors], np.array([*vectors.values()], dtype=np.float32).reshape(len(vectors), dimensions)
-
-    # The steps of both.
 
     def _remove(self, document_id: str) -> bool:
         """Remove a document and its chunks; whether it was there."""

@@ -121,8 +121,9 @@ class Catalog:
         """Note that an entry is used now."""
         used_ns = self.now_ns()
         with self._touch_lock:
+            known = len(self._touched)
             self._touched[digest] = used_ns
-            full = len(self._touched) % _MAX_TOUCHED == 0
+            full = known < len(self._touched) and len(self._touched) % _MAX_TOUCHED == 0  # once: the disk may be full
         if full:
             try:
                 self.save_uses()

@@ -119,7 +119,7 @@ class EncodedLayer(NamedTuple):
 
 
 class KVHandle(Protocol):
-    """The KV of T tokens, wherever it lies: a `ChunkKV`, a `Placement` in a tier, or a `PrefixRun`. Thread-safe."""
+    """The KV of T tokens, wherever it lies: a `ChunkKV`, a `Placement` in a tier, a part of it, a `PrefixRun`. Thread-safe."""
 
     @property
     def token_ids(self) -> Sequence[int]:

@@ -239,7 +239,7 @@ class KVStore(Closing):
         """Write what waits, and close. A second call does nothing.
 
         An entry that cannot be written is a miss at the next opening: that is logged, and the future of its `put` has the
-            error.
+        error.
         """
         if self._closed:
             return

@@ -214,7 +214,7 @@ class VllmRunner:
                 # vLLM 0.32's compiled function turns a copy of what is not contiguous, and drops it.
                 raise UnsupportedModelError(f"{self._refusal}vLLM's rotary embedding turns no keys; use {NATIVE_ROTARY}")
             return None
-        cos_sin = self.rotary(positions_S, hidden_2SM)[self.layer_types[layer]]
+        cos_sin = self.rotary(positions_S)[self.layer_types[layer]]
         starts = [self._find_start(layer, plain[one], turned[one], cos_sin) for one in (0, 2)]
         if not is_fixed or None in starts:
             raise UnsupportedModelError(f"{self._refusal}the keys of layer {layer} are not turned by one table of angles")
@@ -271,7 +271,7 @@ class VllmRunner:
         k_HTD, v_HTD = every_2HTD[:, ::step].cpu()
         return k_HTD, v_HTD
 
-    def rotary(self, positions_N: torch.Tensor, hidden_2SM: torch.Tensor) -> dict[Hashable, CosSin]:
+    def rotary(self, positions_N: torch.Tensor) -> dict[Hashable, CosSin]:
         """Cosines and sines (1, N, half) from the tables of vLLM's rotary modules, in the model's dtype."""
         pairs: dict[Hashable, CosSin] = {}
         for kind, rope in self._ropes.items():
@@ -340,7 +340,7 @@ class VllmRunner:
         first = 0 if shared is None else shared.tokens
         positions_N = torch.cat([torch.arange(first, first + len(ids), device=device) for ids in sequences])
         hidden_2NM = self.embed(torch.tensor([token for ids in sequences for token in ids], device=device))
-        rotary = self.rotary(positions_N, hidden_2NM)
+        rotary = self.rotary(positions_N)
         kernel = self.cpu_attention if shared is None and len(sequences) == 1 else None
         rows = Rows.of(positions_N.cpu(), device)
         for layer, window in enumerate(self.windows[:-1]):
@@ -366,7 +366,7 @@ class VllmRunner:
         if any(isinstance(stub, _LatentAttention) for stub in self._stubs):
             return None
         positions_P = torch.arange(len(prefix_ids), device=self.geometry.device)
-        rotary = self.rotary(positions_P, torch.empty(0))
+        rotary = self.rotary(positions_P)
         every = enumerate(zip(self.layer_types, self.run_isolated([prefix_ids]), strict=False))
         layers = [(self.rotate(layer, k, rotary[kind]), v.clone()) for layer, (kind, (k, v)) in every]
         return SharedPrefix(len(prefix_ids), layers)

@@ -74,18 +74,15 @@ class BlendPolicy:
     work: WorkEstimator | None = None
     widens: bool = False
 
-    def choose(
-        self, prompt: PromptTokens, prefix: BlendSegment | None, chunks: Sequence[KVHandle | None]
-    ) -> tuple[float, bool, LoadingPlan | None]:
-        """The ratio, whether full recompute is as fast, and the controller's prediction where it was asked."""
+    def choose(self, used: Sequence[KVHandle], reusable: int, fresh: int, exact: int) -> tuple[float, bool, LoadingPlan | None]:
+        """The ratio, whether full recompute is as fast, and the controller's prediction where it was asked.
+
+        `used` is the stored KV that a blend would load; the others are numbers of tokens.
+        """
         if self.ratio is not None:
             return self.ratio, False, None
-        stored = [kv for kv in chunks if kv is not None]
-        reusable = sum(len(kv.token_ids) for kv in stored)
-        exact = 0 if prefix is None else len(prefix.token_ids)
-        fresh = len(prompt) - reusable - exact
         if self.controller is not None:
-            reads = [(kv.tier, kv.layer_bytes(kv.num_layers - 1)) for kv in stored]
+            reads = [(kv.tier, kv.layer_bytes(kv.num_layers - 1)) for kv in used]
             loading = self.controller.plan(reads=reads, reusable=reusable, fresh=fresh, exact=exact)
             return loading.ratio, loading.full_recompute, loading
         full = self.work is not None and self.work.is_short(self.quality_ratio, reusable, fresh, exact)
@@ -135,15 +132,15 @@ def plan_blend(
     alike = [False] * len(prompt.chunks)
     if policy.widens or policy.ratio is None:
         alike = alike_chunks([() if chunk.key is None else chunk.stored_ids or chunk.token_ids for chunk in prompt.chunks])
-    chunks = [None if is_alike else kv for kv, is_alike in zip(stored, alike, strict=True)]
-    ratio, full, predicted = policy.choose(prompt, prefix, chunks)
-    reusable = sum(len(kv.token_ids) for kv in chunks if kv is not None)
+    used = [kv for kv, is_alike in zip(stored, alike, strict=True) if kv is not None and not is_alike]
+    reusable = sum(len(kv.token_ids) for kv in used)
+    exact = 0 if prefix is None else len(prefix.token_ids)
+    ratio, full, predicted = policy.choose(used, reusable, len(prompt) - reusable - exact, exact)
     if policy.widens and reusable and ratio < WIDE_RATIO:
         between = sum(len(chunk.token_ids) for chunk in prompt.chunks if chunk.key is None)
         ratio = max(ratio / 2, ratio - between / reusable)
     # 2. The segments: the exact prefix, the chunks with their KV, and what stands before, between and after them.
-    prefix = None if full else prefix
-    exact = 0 if prefix is None else len(prefix.token_ids)
+    prefix, exact = (None, 0) if full else (prefix, exact)
     before, after = prompt.prefix[exact:], prompt.suffix[max(0, exact - len(prompt.prefix)) :]
     placed = list(zip(prompt.chunks, stored, alike, strict=True))
     parts = [_chunk_segment(chunk, kv, full=full or is_alike) for chunk, kv, is_alike in placed]

@@ -79,7 +79,7 @@ class ChatTemplate:
         if not template_kwargs:
             return
         known, text = self.variables, json.dumps(dict(template_kwargs), ensure_ascii=False)
-        thinks = self.thoughts is not None and any(self.thoughts.format.closes in text for text in self._texts)
+        thinks = self.thoughts is not None and any(self.thoughts.format.closes in template for template in self._texts)
         off = {name for name in SWITCHES if not thinks and not template_kwargs.get(name)}
         if unknown := sorted(template_kwargs.keys() - known - off):
             names = f"knows {', '.join(sorted(known))}" if known else "has no variables to set; leave it out"

@@ -50,7 +50,7 @@ def _head(path: Path) -> bytes:
 
 
 def _old_parts(path: Path) -> Parts:
-    """The parts of a file that is that only its name says to be of the Office of before 2007."""
+    """The parts of a file that only by its name is one of Office before 2007."""
     suffix, head = path.suffix.lower(), _head(path)
     if head.startswith(_OLE):
         raise InputError(f"is not read; save it as {suffix}x")

@@ -78,6 +78,7 @@ class EncodedBatch:
     """A batch of documents that is ready for the index.
 
     Args:
+        documents: those of the batch, as they were given; an id may stand more than once.
         embedded: by id, the documents that the index lacks in this version.
         chunks, keys: token ids and keys of all chunks, by document and version.
         found: chunks whose KV was stored before.

@@ -59,7 +59,8 @@ def locate(prompt_ids: Sequence[int], passages: Iterable[tuple[Sequence[int], in
         passages: token ids of each, by itself, and how many of the first of them are not looked for.
 
     Returns:
-        For each the first and last position but one in the prompt, and its first token that is meant; None where it is not.
+        For each (start, stop, first): its tokens from `first` on stand at the prompt's positions from `start` to before `stop`;
+        None where it is not in the prompt.
     """
     prompt, done, lost = "".join(map(chr, prompt_ids)), 0, 0  # text, as Python searches it in linear time
     taken = list[tuple[int, int]]()  # in the prompt's order
@@ -109,14 +110,14 @@ class PassageReuse:
         with engine.prefixes.find(token_ids, len(token_ids) - 1, namespace) as prefix:
             exact = prefix.tokens
         placed, stored = self._look_up(token_ids, found, namespace)
-        located = [(chunk, *place, one) for (chunk, place), one in zip(placed, found, strict=True) if place]
+        located = [(chunk, place, one) for (chunk, place), one in zip(placed, found, strict=True) if place]
         # 2. Those that are not stored are noted, once a request; paragraphs that all prompts begin with stay exact.
-        missing = {chunk.key: chunk for chunk, start, *_, one in located if start >= exact or one.reason != "paragraph"}
+        missing = {chunk.key: chunk for chunk, (start, *_), one in located if start >= exact or one.reason != "paragraph"}
         for key in missing.keys() - stored - {None}:
             if missing[key].document or self._seen.admits(str(key)):
                 engine.background.submit(missing[key])
         # 3. The prompt's rows: passages that are stored and not in the prefix, and what stands between them.
-        hits = [(chunk, place) for chunk, *place, _ in located if chunk.key in stored and place[0] >= exact]
+        hits = [(chunk, place) for chunk, place, _ in located if chunk.key in stored and place[0] >= exact]
         hits.sort(key=lambda hit: hit[1][0])
         reused = sum(stop - start for _, (start, stop, _) in hits)
         if not hits or reused < LEAST_SHARE * (len(token_ids) - exact):

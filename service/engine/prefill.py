@@ -113,7 +113,7 @@ class Prefiller:
         finding = self._prefixes.find(token_ids, len(token_ids) - 1, request.namespace)
         with finding as prefix, LayerLoader(self._config.loader) as loader:
             segments = [*filter(None, [prefix.segment]), Segment(token_ids[prefix.tokens :])]
-            fused = yield from self._fusor.fuse_steps(segments, source=prefix.record(loader))
+            fused = yield from self._fusor.fuse_steps(segments, source=prefix.recording(loader))
             records, loaded = prefix.records(request.prompt), loader.bytes_by_tier
             request.prefill = Prefill(fused=fused, segments=records, loaded_bytes=loaded, prefix=prefix)
 
@@ -136,50 +136,51 @@ class Prefiller:
             request.prefill = Prefill(fused=fused, segments=prefix.records(request.prompt), prefix=prefix)
 
     def _blend(self, request: Request, ratio: float | None) -> PrefillSteps:
-        """Reuse every chunk that is stored, at whatever place, and recompute `ratio` of it; missing ones are computed.
-
-        An entry that turns out to be damaged is a miss in the next round.
-        """
-        prompt = request.prompt
-        for _ in range(len(prompt.chunks) + 1):
-            with (
-                suppress(DamagedEntryError),
-                self._find_prefix(prompt, request.namespace) as prefix,
-                self._store.pin(prompt.keys) as stored,
-                LayerLoader(self._config.loader) as loader,
-            ):
-                # 1. Plan: the ratio, or full recompute, and the segments with their KV.
-                parts = [chunk.part(kv) for chunk, kv in zip(prompt.chunks, prompt.by_chunk(stored), strict=True)]
-                policy = BlendPolicy(
-                    ratio=ratio,
-                    quality_ratio=self._config.loader.quality_ratio,
-                    controller=self.controller,
-                    work=self.work,
-                    widens=request.fusion.max_loss_nats is not None and ratio != 0,
-                )
-                plan = plan_blend(prompt, self._prefix_segment(prompt, prefix), parts, policy)
-                planned = time.perf_counter()
-                prefix.exact_tokens = plan.exact_tokens
-                # 2. Fuse, a layer a step; the loader reads the next layers meanwhile.
-                source = prefix.record(ResidentLayers() if plan.full_recompute else loader)
-                steps = self._fusor.fuse_steps(plan.segments, replace(request.fusion, recompute_ratio=plan.ratio), source)
-                fused = yield from steps
-                # 3. Compare the plan with what it took, and have the misses computed after the running requests.
-                took_s = self._synchronized() - planned - steps.preempted_s
-                self._observe(plan, loader, took_s, fused)
-                for chunk in plan.misses:
-                    self._background.submit(chunk)
-                request.prefill = Prefill(
-                    fused=fused,
-                    segments=tuple(segment.record for segment in plan.segments),
-                    ratio=None if plan.full_recompute else WIDE_RATIO if fused.is_widened else plan.ratio,
-                    loading=plan.predicted,
-                    loaded_bytes=loader.bytes_by_tier,
-                    look_alike=plan.look_alike,
-                    prefix=prefix,
-                )
+        """Blend a request. An entry that turns out to be damaged is a miss in the next round."""
+        for _ in range(len(request.prompt.chunks) + 1):
+            with suppress(DamagedEntryError):
+                yield from self._blend_once(request, ratio)
                 return
         yield from self._full_recompute(request)  # entries that are damaged and cannot be set aside
+
+    def _blend_once(self, request: Request, ratio: float | None) -> PrefillSteps:
+        """Reuse every chunk that is stored, at whatever place, and recompute `ratio` of it; missing ones are computed."""
+        prompt = request.prompt
+        with (
+            self._find_prefix(prompt, request.namespace) as prefix,
+            self._store.pin(prompt.keys) as stored,
+            LayerLoader(self._config.loader) as loader,
+        ):
+            # 1. Plan: the ratio, or full recompute, and the segments with their KV.
+            parts = [chunk.part(kv) for chunk, kv in zip(prompt.chunks, prompt.by_chunk(stored), strict=True)]
+            policy = BlendPolicy(
+                ratio=ratio,
+                quality_ratio=self._config.loader.quality_ratio,
+                controller=self.controller,
+                work=self.work,
+                widens=request.fusion.max_loss_nats is not None and ratio != 0,
+            )
+            plan = plan_blend(prompt, self._prefix_segment(prompt, prefix), parts, policy)
+            planned = time.perf_counter()
+            prefix.exact_tokens = plan.exact_tokens
+            # 2. Fuse, a layer a step; the loader reads the next layers meanwhile.
+            source = prefix.recording(ResidentLayers() if plan.full_recompute else loader)
+            steps = self._fusor.fuse_steps(plan.segments, replace(request.fusion, recompute_ratio=plan.ratio), source)
+            fused = yield from steps
+            # 3. Compare the plan with what it took, and have the misses computed after the running requests.
+            took_s = self._synchronized() - planned - steps.preempted_s
+            self._observe(plan, loader, took_s, fused)
+            for chunk in plan.misses:
+                self._background.submit(chunk)
+            request.prefill = Prefill(
+                fused=fused,
+                segments=tuple(segment.record for segment in plan.segments),
+                ratio=None if plan.full_recompute else WIDE_RATIO if fused.is_widened else plan.ratio,
+                loading=plan.predicted,
+                loaded_bytes=loader.bytes_by_tier,
+                look_alike=plan.look_alike,
+                prefix=prefix,
+            )
 
     def fetch(self, prompt: PromptTokens) -> None:
         """Fetch the KV of a prompt's chunks that nothing but the remote tier has, while that is faster than computing it."""
@@ -305,7 +306,7 @@ class CachedPrefix:
         first, *others = *(one.record for one in (self.segment,) if one), *fresh_records(prompt, self.tokens)
         return replace(first, key=key), *others
 
-    def record(self, source: LayerSource) -> LayerSource:
+    def recording(self, source: LayerSource) -> LayerSource:
         """Wrap a source so that its loaded layers are recorded; at the end of the fusion they hold the complete prompt."""
         return RecordingSource(source, self._layers)
 
@@ -382,6 +383,6 @@ class RecordingSource:
         self._source.start(prompt, geometry, reuse_layer_0=reuse_layer_0)
 
     def synchronize(self, layer: int) -> LayerKV:
-        whole = self._source.synchronize(layer)
-        self._layers.append(whole)
-        return whole
+        layer_kv = self._source.synchronize(layer)
+        self._layers.append(layer_kv)
+        return layer_kv

@@ -368,13 +368,13 @@ class PromptRenderer:
 
     def _joined(self, pieces: Sequence[Piece]) -> tuple[int, ...]:
         """The ids of texts in one go, as in the model's own prompt; one by one if that makes a control token of a text."""
-        text = "".join(text for text, _ in pieces)
+        text = "".join(part for part, _ in pieces)
         self._check_tokens(text)
-        own = [self.template.ids(text) if is_own else () for text, is_own in pieces]
+        own = [self.template.ids(part) if is_own else () for part, is_own in pieces]
         ids = self.template.ids(text)
         if self._plain.controls(ids) == self._plain.controls(chain.from_iterable(own)):
             return ids
-        apart = (ids if is_own else self._ids(text) for ids, (text, is_own) in zip(own, pieces, strict=True))
+        apart = (own_ids if is_own else self._ids(part) for own_ids, (part, is_own) in zip(own, pieces, strict=True))
         return tuple(chain.from_iterable(apart))
 
     def _ids(self, text: str) -> tuple[int, ...]:

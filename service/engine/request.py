@@ -117,7 +117,7 @@ class AnswerPlan:
         prompt_tokens: N.
         reusable_tokens: tokens that the ratio counts.
         suffix_tokens: tokens after the chunks.
-        recomputed_tokens: how many of those were recomputed, in the mean over layers 1 and up, rounded.
+        recomputed_tokens: reusable tokens that were recomputed, in the mean over layers 1 and up, rounded.
         loaded_bytes: bytes of stored KV that were loaded, by tier.
         loading: what the loading controller expected; None where it was not asked.
         moved_nats: how far the first token's distribution moved in a blend's first round (blend/widening.py); None where it was

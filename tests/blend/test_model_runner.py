@@ -52,7 +52,7 @@ class PlainRunner:
     def logits(self, hidden_1SM: torch.Tensor) -> torch.Tensor:
         return self.head @ _norm(hidden_1SM)[0, -1]
 
-    def rotary(self, positions_N: torch.Tensor, hidden_1SM: torch.Tensor) -> Mapping[Hashable, CosSin]:
+    def rotary(self, positions_N: torch.Tensor) -> Mapping[Hashable, CosSin]:
         angles_NX = positions_N[:, None] * 100.0 ** -(torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
         both = torch.cat([angles_NX, angles_NX], dim=-1)[None]
         return {"rope": (both.cos(), both.sin())}
@@ -114,7 +114,7 @@ class PlainRunner:
         def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
-        return self._layer(layer, hidden_1SM, self.rotary(positions, hidden_1SM)["rope"], attention)
+        return self._layer(layer, hidden_1SM, self.rotary(positions)["rope"], attention)
 
     def _layer(
         self, layer: int, hidden_1SM: torch.Tensor, cos_sin_S: CosSin, attention: Callable[..., torch.Tensor]
