@@ -226,8 +226,13 @@ def question_rows(prompt: Prompt, *, reads_all: bool = False) -> Tensor:
 class Question:
     """The rows from `question_rows`, and their attention masks, made once for each kind of layer.
 
-    `unread_N` is a boolean mask (N,) of the cache misses, whose KV is not known yet. The rows' own KV is known. `first_row` is
-    the first row of the question's that score.
+    `unread_N` is a boolean mask (N,) of the cache misses, whose KV is not known yet. The rows' own KV is known.
+
+    Attributes:
+        rows: the rows.
+        readable_K: LongTensor (K,) on the device, the positions whose KV is known; None for all.
+        among_readable_S: LongTensor (S,) on the CPU, each row's index among them.
+        first_row: the first row of the question's that score.
     """
 
     def __init__(self, rows: Rows, unread_N: Tensor, device: torch.device) -> None:
