@@ -41,7 +41,7 @@ class HttpConfig:
     allowed_hosts: tuple[str, ...] = option(
         (),
         "A host name that requests may be addressed to, beside `localhost`, `127.0.0.1`, `[::1]` and the host; repeat for "
-        "more. With tenants every name is allowed, unless some are named.",
+        "more. With a key or tenants every name is allowed, unless some are named.",
     )
     default_chat_template_kwargs: str = option(
         "{}",
