@@ -273,7 +273,7 @@ class CacheBlendConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: i
         return BlendMetrics(*args)
 
 
-def check_against_engine(worker: Any, fusor: Fusor, ranks: VllmRunner) -> None:
+def check_against_engine(worker: Any, fusor: Fusor, runner: VllmRunner) -> None:
     """Compare the next token's likeliest log probabilities after a prompt of random tokens.
 
     The engine prefills all but its last token by itself; then those are blended into the pages at ratio 1.0 and, with a first
@@ -283,23 +283,23 @@ def check_against_engine(worker: Any, fusor: Fusor, ranks: VllmRunner) -> None:
     Raises:
         UnsupportedModelError: they differ, or the model does not run layer by layer.
     """
-    runner = worker.model_runner
-    tokens = min(CHECKED_TOKENS, int(runner.max_model_len) - 1, int(runner.max_num_tokens))
+    engine = worker.model_runner
+    tokens = min(CHECKED_TOKENS, int(engine.max_model_len) - 1, int(engine.max_num_tokens))
     generator = torch.Generator().manual_seed(0)
     ids: list[int] = torch.randint(fusor.runner.vocab_size, (tokens,), generator=generator).tolist()
-    (group,) = runner.kv_cache_config.kv_cache_groups
+    (group,) = engine.kv_cache_config.kv_cache_groups
     size = int(group.kv_cache_spec.block_size)
     block_ids = list(range(1, 2 + tokens // size))  # block 0 is vLLM's null block
-    name = type(runner.get_model()).__name__
+    name = type(engine.get_model()).__name__
     try:
-        with _without_graphs(runner.cudagraph_dispatcher):
+        with _without_graphs(engine.cudagraph_dispatcher):
             _run(worker, ids[:-1], 0, block_ids)
             exact = _run(worker, ids, tokens - 1, block_ids)
             half = tokens // 2
             prefix, chunk, suffix = ids[:8], ids[8:half], ids[half:]
             stored = Segment(chunk, fusor.precompute(chunk, prefix))  # after the very tokens that stand before it
             for ratio in (1.0, 0.0):
-                config, sink = FusionConfig(recompute_ratio=ratio), PageSink(ranks, size, block_ids, 0, tokens)
+                config, sink = FusionConfig(recompute_ratio=ratio), PageSink(runner, size, block_ids, 0, tokens)
                 fusor.fuse_steps([Segment(prefix), stored, Segment(suffix)], config, sink=sink).run()
                 blended = _run(worker, ids, tokens - 1, block_ids)
                 _compare(name, fusor.runner.geometry.dtype, exact, blended, ratio)

@@ -75,7 +75,7 @@ class BlendWorker:
     layer, and have read all KV by then, so that none waits for another in the middle.
 
     Args:
-        ranks: this process among those that hold the model, which writes the pages of `block_size` tokens.
+        runner: the fusor's, of this process among those that hold the model; writes the pages of `block_size` tokens.
         prefix_tokens: how many tokens' KV is held of what prompts begin with.
         engine: has r* and the widening of requests that name no ratio.
         controller: picks their ratio; None for r*. Ranks ask none: they have read all KV
@@ -87,15 +87,15 @@ class BlendWorker:
         fusor: Fusor,
         naming: ChunkNaming,
         store: KVStore,
-        ranks: VllmRunner,
+        runner: VllmRunner,
         block_size: int,
         prefix_tokens: int,
         engine: EngineConfig,
         controller: LoadingController | None = None,
     ) -> None:
-        self._fusor, self._naming, self._store, self._ranks, self._block_size = fusor, naming, store, ranks, block_size
+        self._fusor, self._naming, self._store, self._runner, self._block_size = fusor, naming, store, runner, block_size
         self._prefix_tokens, self._engine = prefix_tokens, engine
-        self._controller = controller if ranks.ranks == 1 else None
+        self._controller = controller if runner.ranks == 1 else None
         # Prompts whose chunks' KV may come from the remote tier first, and what fetches it: the first rank, for all.
         self._fetches: deque[tuple[BlendJob, Future[None] | None]] = deque()
         self._blends: deque[tuple[BlendJob, Generator[int, None, Report]]] = deque()
@@ -119,7 +119,7 @@ class BlendWorker:
 
         Without a blend compute a missed chunk, in few of the steps unless idle.
         """
-        has_remote = self._store.has_remote and self._ranks.rank == 0
+        has_remote = self._store.has_remote and self._runner.rank == 0
         for job in jobs:
             fetch = partial(self._fetch_missing, job.prompt)
             self._fetches.append((job, in_daemon_thread(fetch, "cacheblend-vllm") if has_remote else None))
@@ -171,12 +171,12 @@ class BlendWorker:
         missing = (chunk for chunk in prompt.chunks if chunk.key is not None and chunk.key not in self._store)
         tokens, timeout_s = sum(len(chunk.token_ids) for chunk in missing), self._store.config.remote_timeout_s
         self._store.fetch(prompt.keys, timeout_s if self._controller is None else self._controller.full_s(tokens))
-        if self._ranks.ranks > 1:
+        if self._runner.ranks > 1:
             self._store.flush()  # the other ranks read files
 
     def _begin_fetched(self) -> None:
         """Begin the blends of the prompts whose chunks' KV has come, or does not come."""
-        has_ended = self._ranks.agree([fetch is None or fetch.done() for _, fetch in self._fetches])
+        has_ended = self._runner.agree([fetch is None or fetch.done() for _, fetch in self._fetches])
         for ended, (job, fetch) in zip(has_ended, list(self._fetches), strict=True):
             if ended:
                 if fetch is not None and (error := fetch.exception()) is not None:
@@ -220,7 +220,7 @@ class BlendWorker:
                 return {"blended": False, "reason": reason}
             # 3. Blend it, each finished layer straight into the pages.
             config = replace(self._engine.fusion, recompute_ratio=plan.ratio, max_loss_nats=nats)
-            sink = PageSink(self._ranks, self._block_size, job.block_ids, job.start, len(prompt))
+            sink = PageSink(self._runner, self._block_size, job.block_ids, job.start, len(prompt))
             steps = held.enter_context(closing(self._fusor.fuse_steps(plan.segments, config, source, sink)))
             for layer in steps:
                 yield _rows(layer, len(prompt))
@@ -237,7 +237,7 @@ class BlendWorker:
 
     def _find(self, prompt: PromptTokens, held: ExitStack) -> tuple[list[KVHandle | None], LayerSource]:
         """The stored KV of each chunk, None for a miss, and what brings it; with ranks, this one's heads, in memory."""
-        if self._ranks.ranks == 1:
+        if self._runner.ranks == 1:
             pinned = held.enter_context(self._store.pin(prompt.keys))
             return list(prompt.by_chunk(pinned)), held.enter_context(LayerLoader())
         placements: Sequence[Placement | None] = [None] * len(prompt.keys)
@@ -246,14 +246,14 @@ class BlendWorker:
         except CacheBlendError as error:  # the other ranks wait for what this one has found
             logger.warning("chunks' KV is not read: %s", error)
         found = [None if placement is None else self._own_heads(placement) for placement in placements]
-        agreed = self._ranks.agree([kv is not None for kv in found])
+        agreed = self._runner.agree([kv is not None for kv in found])
         agreed_on = [kv if everywhere else None for kv, everywhere in zip(found, agreed, strict=True)]
         return list(prompt.by_chunk(agreed_on)), ResidentLayers()
 
     def _own_heads(self, placement: Placement) -> ChunkKV | None:
         """The KV of this rank's heads, in memory; None for an entry that cannot be read."""
         try:
-            layers = [self._ranks.own_heads(placement.read_layer(layer)) for layer in range(placement.num_layers)]
+            layers = [self._runner.own_heads(placement.read_layer(layer)) for layer in range(placement.num_layers)]
         except StoreError:
             return None
         return ChunkKV(layers, placement.token_ids, placement.prefix_ids, placement.model, placement.context)
@@ -287,7 +287,7 @@ class BlendWorker:
         while self._missed:
             key, chunk = self._missed.popitem(last=False)
             # Looked for here and not in the remote tier, which may hold it damaged.
-            if self._ranks.agree(self._find_stored([key], is_here=True))[0]:
+            if self._runner.agree(self._find_stored([key], is_here=True))[0]:
                 continue
             try:  # where the disk is behind, the chunk is left for a later request to miss again
                 token_ids = chunk.stored_ids or chunk.token_ids
@@ -311,11 +311,11 @@ class BlendWorker:
         # 1. Look up which are stored; all ranks compute the same.
         earlier = self._naming.context.earlier(chunks)
         keys = {index: self._naming.key(chunks[index], earlier[index], namespace) for index in which}
-        have = self._ranks.agree(self._find_stored(list(keys.values())))
+        have = self._runner.agree(self._find_stored(list(keys.values())))
         new = [index for index, is_stored in zip(which, have, strict=True) if not is_stored]
         geometry = self._fusor.runner.geometry
-        kv_bytes = geometry.layers * geometry.layer_bytes(sum(len(chunks[index]) for index in new)) * self._ranks.ranks
-        if not new or not self._ranks.agree([self._has_room(kv_bytes)])[0]:
+        kv_bytes = geometry.layers * geometry.layer_bytes(sum(len(chunks[index]) for index in new)) * self._runner.ranks
+        if not new or not self._runner.agree([self._has_room(kv_bytes)])[0]:
             return 0, len(new), 0
         # 2. Compute the others, and hand them to the store.
         stored = left = 0
@@ -329,11 +329,11 @@ class BlendWorker:
 
     def _put(self, key: ChunkKey, kv: ChunkKV, document: Sequence[str]) -> tuple[bool, bool]:
         """Hand a chunk's KV to the store; returns whether it has room, and whether it stored the KV."""
-        kv = replace(kv, layers=[self._ranks.all_heads(pair) for pair in kv.layers])
+        kv = replace(kv, layers=[self._runner.all_heads(pair) for pair in kv.layers])
         if not self._has_room(sum(x_HTD.nbytes for pair in kv.layers for x_HTD in pair)):
             return False, False
         try:
-            if self._ranks.rank == 0:
+            if self._runner.rank == 0:
                 self._store.put(key, kv, flush=False, document=(document[0], document[1]) if document else None)
         except Exception as error:  # a full disk, values that the codec cannot hold: the chunk stays a miss
             logger.warning("a chunk's KV is not stored: %s: %s", type(error).__name__, error)
