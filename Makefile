@@ -2,7 +2,7 @@
 #              DEMO_ARGS=--small for SmolLM2 135M
 # make bench   measure the tables and pictures of docs/benchmarks.md and write them there; DATA=dir of the data sets, BENCH_ARGS=--quick for a try
 # make install set up .venv with everything that users need, for `.venv/bin/cacheblend`
-# make check   set up .venv and run what CI runs: lint, types, import floors, tests in two processes (WORKERS=n)
+# make check   set up .venv and run lint, types, import floors, tests in two processes (WORKERS=n); CI runs more (.ci/run)
 # make check-lowest  set up .venv-lowest with the lowest versions that pyproject.toml allows, and run the tests there; LOWEST_TESTS=tests/...
 # make check-ray     set up .venv-ray with Ray and Arrow beside .venv's packages, and run the tests of the ingest on Ray there
 # make check-vllm    set up .venv-vllm with vLLM's CPU build, and run the tests of blending inside it there
