@@ -257,8 +257,8 @@ class ApiKeys:
 class Guard:
     """Middleware: refuses by Host, key, Origin, path, framing and Content-Type, in this order, then bounds the body.
 
-    - 421, without keys or with `allowed_hosts`: a Host that is not this service's. A web page whose name was pointed at this machine (DNS rebinding) is
-      of the API's origin for a browser; only its Host distinguishes it from a page of ours.
+    - 421, without keys or with `allowed_hosts`: a Host that is not this service's. A web page whose name was pointed at this
+      machine (DNS rebinding) is of the API's origin for a browser; only its Host distinguishes it from a page of ours.
     - 401, with keys: none that is known, on a path that is not in `PUBLIC_PATHS`. 403: a write from a page of another origin.
     - 400: a path with control characters; a body of a request that only reads, framed in two ways, compressed, or not called
       JSON, which a browser sends without asking first (of a form to `/v1/documents` only the Origin is checked).
