@@ -59,6 +59,7 @@ class ConnectorConfig:
         if "store_dir" not in options:
             raise ConfigError("kv_connector_extra_config", dict(options), 'give "store_dir", the folder of the chunks\' KV')
         known, given = options_of(StoreConfig), dict[str, Any](remembered_settings(Path(str(options["store_dir"]))))
+        given.pop("embedder", None)  # documents are not searched here
         given |= {name: os.environ.get(known[name].variable) or None for name in VARIABLES}
         given |= {"kv_cache_dtype" if name == "codec" else name: options[name] for name in OPTIONS if name in options}
         engine = from_options(EngineConfig, {**given, "model": "any"})

@@ -26,7 +26,7 @@ from cacheblend.service.serving.scheduler import ServingConfig
 
 JSON = {"Content-Type": "application/json"}
 CHATS, TEXTS, EMBEDDINGS, UPLOADS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/documents"
-USER = {"role": "user", "content": QUESTION}
+USER, SYSTEM = {"role": "user", "content": QUESTION}, {"role": "system", "content": "x"}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [USER]}
 TEXT: dict[str, Any] = {"model": MODEL, "prompt": QUESTION}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
@@ -107,7 +107,8 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
         messages({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
         "messages.0.content.0.type: this service reads only text; leave the part out",
     ),
-    ({**messages({"role": "system", "content": "x"}), "documents": [{"text": "x"}]}, "messages: one must be the user's"),
+    ({**messages(SYSTEM), "documents": [{"text": "x"}]}, "messages: one must be the user's"),
+    ({**messages(SYSTEM), "documents": [{"text": "x"}], "num_chunks": 3}, "num_chunks: leave it out beside documents"),
     (messages({**USER, "tool_calls": [{}]}), "messages.0.tool_calls.0.id: is missing"),
     (messages({**USER, "tool_calls": [CALL]}), "messages.0: tool_calls: are only the assistant's"),
     (
