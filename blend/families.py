@@ -129,7 +129,7 @@ class RotaryOfRows(nn.Module):
         return twin
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ends_S = getattr(self.of_thread, "ends_S", None)  # a thread may run the head alone
+        ends_S = getattr(self.of_thread, "ends_S", None)  # unset in a thread that ran no entrance
         is_long_S1 = ((position_ids.max() if ends_S is None else ends_S) >= self._border)[..., None]
         (cos, sin), (short_cos, short_sin) = self._long(x, position_ids), self._short(x, position_ids)
         return torch.where(is_long_S1, cos, short_cos), torch.where(is_long_S1, sin, short_sin)

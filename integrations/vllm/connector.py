@@ -131,7 +131,7 @@ class CacheBlendConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: i
         if role == base.KVConnectorRole.WORKER:
             _name_shapes_of_sharing_layers(vllm_config, kv_cache_config)
         if role == base.KVConnectorRole.SCHEDULER:
-            # It is asked what is stored; nothing is read here.
+            # The scheduler asks what is stored, and reads nothing.
             self._store = KVStore(replace(self._config.store_config(), ram_budget_bytes=1))
             hashed = kv_cache_config.hash_block_size or self._block_size
             model, parallel = vllm_config.model_config, vllm_config.parallel_config

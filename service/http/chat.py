@@ -108,7 +108,7 @@ def template_kwargs(body: ChatBody, defaults: Mapping[str, Any], known: Collecti
 
 
 def _num_chunks(engine: Engine, body: Body, default: int) -> int:
-    """How many chunks to retrieve, at most all; none beside documents, where asking for some is refused."""
+    """Return how many chunks to retrieve, as many as there are at most; beside documents none, and more are refused."""
     if body.documents is not None and body.num_chunks:
         raise refused("num_chunks", "leave it out beside documents, which are all used", code=None)
     return min(default if body.num_chunks is None else body.num_chunks, engine.retriever.chunk_count)
@@ -121,8 +121,7 @@ def lay_out_chat(engine: Engine, body: ChatBody, defaults: Mapping[str, Any]) ->
     passages = engine.find_passages((message.role, message.content) for message in messages)
     are_retrieved = any(one.reason != "paragraph" for one in passages)  # by their form, or they are stored chunks
     default = 0 if body.documents is not None or are_retrieved else DEFAULT_NUM_CHUNKS
-    num_chunks = _num_chunks(engine, body, default)  # refused, whether or not a question is there
-    num_chunks = num_chunks if any(asked) else 0
+    num_chunks = _num_chunks(engine, body, default) if any(asked) or body.documents is not None else 0
     tools = [tool.model_dump(exclude_none=True) for tool in body.called_tools]
     prompts, with_chunks = engine.prompts, num_chunks > 0 or body.brought is not None
     variables = template_kwargs(body, defaults, prompts.template.variables)

@@ -99,7 +99,7 @@ def test_blends_are_the_projects_own(name: str, make_model: MakeModel, open_serv
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_bfloat16(name: str, make_model: MakeModel, open_served: OpenServed) -> None:
-    """In 16 bits an answer at ratio 1.0 is vLLM's own, after short openings and long ones, which are kept.
+    """In 16 bits an answer at ratio 1.0 is vLLM's own, after short openings and long ones, which are held.
 
     It is so to the bit where the processor multiplies bfloat16; elsewhere its products depend on the number of rows.
     """

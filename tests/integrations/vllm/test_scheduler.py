@@ -244,7 +244,7 @@ def test_bad_options_are_refused(options: dict[str, Any]) -> None:
 
 
 def test_a_store_has_its_settings(tmp_path: Path) -> None:
-    """What the KV in a folder was computed with, and its budget, need not be said again; options count before."""
+    """The settings that a folder notes of its KV, and its budget, are defaults, which options replace."""
     store = StoreConfig(nvme_budget_bytes=2**40)
     noted = EngineConfig(model="m", store_dir=tmp_path, kv_cache_dtype="int8", context_document_tokens=7, store=store)
     remember_settings(noted)
