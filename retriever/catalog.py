@@ -455,4 +455,4 @@ class Catalog:
         return errors.RetrieverError(f"the catalog in {self._where} cannot be used: {why}; {remedy}")
 
     def _unknown(self, document_id: str) -> errors.InputError:
-        return errors.InputError(f"there is no document {document_id!r} in {self._where}; documents() lists them")
+        return errors.InputError(f"there is no document {document_id!r}; documents() lists them")

@@ -404,9 +404,11 @@ class DocumentTable:
         with self._nvme.exclusive():
             gone = list[str]()
             for (digest,) in self._database.rows(query):
-                if (file := self._nvme.open(digest, is_use=False)) is not None:
-                    with file:
-                        gone += [digest] * (file.info.token_ids in wanted)
+                if (file := self._nvme.open(digest, is_use=False)) is None:
+                    gone.append(digest)  # too many open files, say: it may have such a text
+                    continue
+                with file:
+                    gone += [digest] * (file.info.token_ids in wanted)
             if gone:
                 self._change(lambda _: None, gone, gone)
             self._nvme.folder.clear_damaged()

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice, product
@@ -117,7 +117,7 @@ class Documents:
                 encoder.compute(batch, gone.difference(lost), progress)
                 if not must_stay:
                     needed -= gone  # once each: if the budget is below the corpus, they may go again
-        except (CacheBlendError, KeyboardInterrupt) as ended:  # given up, a full disk, a changed document: as if it never came
+        except BaseException as ended:  # given up, a full disk, a changed document, no memory: as if it never came
             try:
                 if isinstance(ended, KeyboardInterrupt) and not must_stay:  # of a stream, what is complete stays
                     store.flush()
@@ -148,8 +148,11 @@ class Documents:
                 return None
             # The version that a document may have now: the one before, or another upload of this very text has made it.
             expected = {document.id: (versions[document.id], document.version) for document in batch.documents}
+            old = self._texts(batch.embedded)
             replaced = self._retriever().put(list(batch.embedded.values()), expected)
             dropped = self._store.documents.put((*version, list(dict.fromkeys(keys))) for version, keys in batch.keys.items())
+            if left := old.difference(*batch.chunks.values()):
+                self._store.documents.forget_texts(left)
         return batch.report(replaced=replaced, dropped=dropped)
 
     def _retriever(self) -> Retriever:
@@ -194,6 +197,8 @@ class Documents:
         while in_index and (documents := self._index.documents(batch, place, newest_first=newest_first)):
             yield from (document.id for document in documents)
             place = documents[-1].id
+            if len(documents) != batch:  # that was all
+                break
         least = "" if in_index or last is None else last
         others = sorted(id_ for id_ in self._other_ids() if id_ > least)
         known = set(self._index.ids()) if others else set()
@@ -269,16 +274,20 @@ class Documents:
         with self._store.exclusive():
             statuses = self._statuses(id_)
             self._delete([part.id for part in statuses])
-        for index in self._indexes:
-            index.erase()
+            self._erase()
         return _together(id_, statuses)
+
+    def _texts(self, ids: Iterable[str]) -> set[tuple[int, ...]]:
+        """Token ids of the chunks of documents, as far as they can be read."""
+        texts = set[tuple[int, ...]]()
+        for index, id_ in product(self._indexes, ids):
+            with suppress(InputError, DamagedDocumentError):
+                texts.update(chunk.token_ids for chunk in index.chunks(id_))
+        return texts
 
     def _delete(self, ids: Sequence[str]) -> None:
         """Delete documents, where there are such; `erase` of the indexes has yet to follow."""
-        texts = list[tuple[int, ...]]()
-        for index, id_ in product(self._indexes, ids):
-            with suppress(InputError, DamagedDocumentError):
-                texts += [chunk.token_ids for chunk in index.chunks(id_)]
+        texts = self._texts(ids)
         for id_ in ids:
             if self._store.documents.version(id_) is not None:
                 self._store.documents.delete(id_)
@@ -299,7 +308,13 @@ class Documents:
         for group in in_groups(ids, lambda group: len(group) >= DELETED_AT_ONCE):
             with self._store.exclusive():
                 self._delete(group)
-        for index in self._indexes if ids else ():
+        if ids:
+            with self._store.exclusive():
+                self._erase()
+
+    def _erase(self) -> None:
+        """Erase deleted texts, with the store's lock held: a writer that waited in the index would have searches wait."""
+        for index in self._indexes:
             index.erase()
 
 

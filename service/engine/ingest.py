@@ -159,8 +159,8 @@ class DocumentEncoder:
         keys = batch.distinct_keys
         if self._fetches:
             self._store.fetch(keys, FETCH_S)
-            self._store.flush()  # its caller notes the documents, whose KV is durable by then
             batch.found = {key for key in keys if key in self._store}
+            self._store.flush()  # its caller notes the documents, whose KV is durable by then
         else:
             batch.found = set(compress(keys, self._store.find(keys)))
         return batch

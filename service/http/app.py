@@ -250,7 +250,7 @@ def stop_in_grace(server: Server) -> None:
 
     server.stop()
     wait_until(grace_s / 2)
-    server.uploads.close(wait=False)
+    server.uploads.give_up()
     wait_until(grace_s - LAST_S)
     server.give_up()
     wait_until(grace_s + LAST_S)

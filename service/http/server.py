@@ -1,12 +1,14 @@
 """The service of the API: one model, the tenants' engines, the scheduler, the counters, and calls to their threads."""
 
 import asyncio
+import fcntl
 import logging
+import os
 import shutil
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
@@ -86,8 +88,13 @@ class Server:
             self.template_kwargs, fusor = self.http.template_kwargs(), first.fusor
             first.prompts.template.check_kwargs(self.template_kwargs, "default_chat_template_kwargs")
             self.uploads_folder = Path(engine_config.store_dir, UPLOADS_FOLDER)
-            shutil.rmtree(self.uploads_folder, ignore_errors=True)  # files that a service that was killed has left
             self.uploads_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            opened.callback(os.close, folder := os.open(self.uploads_folder, os.O_RDONLY))
+            with suppress(BlockingIOError):  # another service uses the folder
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for left in self.uploads_folder.iterdir():  # by a service that was killed
+                    shutil.rmtree(left, ignore_errors=True)
+            fcntl.flock(folder, fcntl.LOCK_SH)
             metrics, several = self.metrics, len(tenants) > 1
             self.scheduler = scheduler = opened.enter_context(
                 Scheduler(fusor, serving, metrics.observe, metrics.observe_shadow, several_tenants=several)
@@ -102,7 +109,7 @@ class Server:
             self.embeddings = background("embeddings", MAX_DOCUMENT_CALLS, per_tenant=MAX_DOCUMENT_CALLS)
             self._pools = (self.preparing, self.uploads, self.document_calls, self.embeddings)
             for pool in self._pools:
-                opened.callback(pool.close)
+                opened.callback(pool.close, after_s=limits.grace_s / 2 if pool is self.uploads else 0.0)
             metrics.watch(scheduler, self.engines.values())
             self._opened = opened.pop_all()
 
@@ -148,7 +155,7 @@ class Server:
         """Give up all that runs; its clients get that answer now, and the work ends at its next step. Returns at once."""
         self.scheduler.abort()
         for pool in self._pools:
-            pool.close(wait=False)
+            pool.give_up()
 
     def __enter__(self) -> Self:
         return self

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -153,15 +153,23 @@ class CallPool:
         for call in waiting:
             call.give_up(stopping_error())
 
-    def close(self, *, wait: bool = True) -> None:
-        """`stop`, give up the calls that run, and wait, if `wait`, until they have ended."""
+    def close(self, *, after_s: float = 0.0) -> None:
+        """`stop`, wait until the calls that run have ended, and give them up after so many seconds."""
         self.stop()
         with self._lock:
             running = dict(self._running)
+        wait([call.future for call in running], after_s)
+        self.give_up()
+        for thread in running.values():
+            thread.join()
+
+    def give_up(self) -> None:
+        """`stop`, and give up the calls that run. Returns at once."""
+        self.stop()
+        with self._lock:
+            running = list(self._running)
         for call in running:
             call.give_up(stopping_error())
-        for thread in running.values() if wait else ():
-            thread.join()
 
     def _start(self) -> None:
         """Start the calls that may run; the lock is held."""

@@ -39,16 +39,26 @@ def traces_of(chunks: Sequence[Chunk], embedder: FakeEmbedder) -> list[bytes]:
     return found
 
 
+def ask_with_salt(engine: Engine, question: str) -> None:
+    """Have KV of a salt stored, of the chunks that a question finds."""
+    for _ in range(2):
+        engine.answer(question, cache_salt="salt", num_chunks=6)
+        engine.drain()
+
+
 @pytest.mark.parametrize("by", ["the service", "the command line"])
 def test_no_file_has_a_deleted_text(engine: Engine, by: str) -> None:
     """Nothing stays in index, logs, KV, that of a salt too, nor among damaged files; what others have stays."""
     folder, chunks = Path(engine.config.store_dir), engine.retriever.chunks(ID)
     with serving(engine) as (_, address), httpx.Client(base_url=address) as client:
-        engine.ingest([{"id": ID, "title": ID, "text": f"{FIRST['text']} Once it had another end."}])
+        engine.ingest([{"id": ID, "title": ID, "text": f"Once it began so. {FIRST['text']}"}])
+        ask_with_salt(engine, "How did it begin once?")
+        salted = {entry.key for entry in engine.store.ls() if entry.key.namespace}
         engine.ingest([FIRST])
-        for _ in range(2):
-            engine.answer(QUESTION, cache_salt="salt", num_chunks=6)
-            engine.drain()
+        assert {entry.key for entry in engine.store.ls() if entry.key.namespace} < salted, (
+            "a replaced text's KV goes, a salt's too"
+        )
+        ask_with_salt(engine, QUESTION)
         assert len({entry.key.namespace for entry in engine.store.ls()}) == 2
         damage(engine, [key_of(engine, chunks[0])])
         engine.store.verify(repair=True)

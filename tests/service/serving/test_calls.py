@@ -207,7 +207,7 @@ def test_stopping(pool: CallPool) -> None:
     with pytest.raises(ShuttingDownError):
         pool.submit(Call(lambda _: None))
     assert not running.future.done()
-    pool.close(wait=False)
+    pool.give_up()
     with pytest.raises(ShuttingDownError):
         running.future.result(0)
     gate.set()
