@@ -104,8 +104,9 @@ class ConnectorConfig:
             raise UnsupportedModelError("hf_overrides: a function names no KV; give a dict")
         fingerprint = fingerprint_directory(folder, named, model.dtype)
         # A latent's keys have another order.
-        if model.quantization is not None or model.use_mla or model.hf_overrides or commit:
-            overrides = f":{model.hf_overrides}" if model.hf_overrides else ""
+        given = (model.hf_overrides, model.quantization_config, model.hf_config_path)
+        overrides = "".join(f":{one}" for one in given if one)
+        if model.quantization is not None or model.use_mla or overrides or commit:
             fingerprint = hashlib.sha256(f"{fingerprint}:vllm:{model.quantization}{overrides}{commit}".encode()).hexdigest()
         engine, prefix = self.engine, tuple(PromptRenderer(tokenizer, self.engine.instruction).prefix)
         positions = max_positions_of(named.config.get_text_config(decoder=True))

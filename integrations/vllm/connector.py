@@ -152,10 +152,10 @@ class CacheBlendConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: i
         """Count a request's first tokens that vLLM's prefix cache has; vLLM sets its manager after making the connector."""
         return int(self._kv_cache_manager.get_computed_blocks(request)[1])
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Always asynchronous, so that other requests go on between the layers of a blend."""
         tokens = self._scheduler.matched(request, num_computed_tokens)
-        return tokens, tokens > 0
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens > 0:

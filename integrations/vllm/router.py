@@ -31,6 +31,7 @@ from cacheblend.blend.families import max_positions_of
 from cacheblend.blend.loading import load_tokenizer
 from cacheblend.retriever import Document, EmbeddedDocument, RetrieverConfig, Splitter
 from cacheblend.retriever.catalog import Catalog
+from cacheblend.retriever.document import with_one_text
 from cacheblend.retriever.index import INDEX_FILE, IndexedDocuments
 from cacheblend.retriever.passages import Passage
 from cacheblend.service.engine.chunk_context import ChunkContexts, ChunkNaming
@@ -138,7 +139,7 @@ class PromptMarker:
         known = self._around_documents.template.variables
         return {name: value for name, value in {**self._default_variables, **of_effort, **asked}.items() if name in known}
 
-    def split(self, document: Mapping[str, object]) -> EmbeddedDocument:
+    def split(self, document: Document | Mapping[str, object]) -> EmbeddedDocument:
         """A document and its chunks, with vectors of zeros; InputError for one that cannot be used."""
         checked = Document.of(document)
         chunks = self._splitter.split(checked)
@@ -270,7 +271,8 @@ class BlendRoutes:
                 raise InputError('give {"documents": [{"title": ..., "text": ...}, ...]}')
             if not isinstance(salt := body.get("cache_salt"), str | None):
                 raise InputError("cache_salt: give a text")
-            split = await run_in_threadpool(list, map(engine.marker.split, documents))
+            checked = with_one_text(map(Document.of, documents))
+            split = await run_in_threadpool(list, map(engine.marker.split, checked))
             for one in split:
                 engine.naming.check_lengths(one.document.id, one.token_ids, engine.max_positions)
             if not salt:

@@ -160,6 +160,7 @@ class BlendScheduler:
         self._marked: dict[str, tuple[Any, BlendJob]] = {}  # requests that are to be blended, until they have finished
         self._reports: dict[str, dict[str, Any]] = {}  # of requests, until then
         self._jobs: list[BlendJob] = []
+        self._under_way: dict[str, BlendJob] = {}  # by request, until the workers report
         self._missed: list[PromptChunk] = []
         self._waiting_misses = 0
         self._counts: Counter[str] = Counter()
@@ -208,12 +209,17 @@ class BlendScheduler:
         self._marked[request.request_id] = request, BlendJob(request.request_id, prompt, marks.ratio)
         return ""
 
-    def matched(self, request: Any, computed: int) -> int:
-        """How many tokens after the first `computed` a worker hands over; 0 where vLLM computes the prompt itself."""
+    def matched(self, request: Any, computed: int) -> int | None:
+        """How many tokens after the first `computed` a worker hands over; 0 where vLLM computes the prompt itself.
+
+        None while another request's blend of the same prompt is under way, whose blocks vLLM has at its end.
+        """
         if request.request_id not in self._marked:
             return 0
         _, job = self._marked[request.request_id]
-        prompt = job.prompt
+        prompt, others = job.prompt, (other for id_, other in self._under_way.items() if id_ != request.request_id)
+        if any((other.prompt, other.ratio) == (prompt, job.ratio) for other in others):
+            return None
         # What vLLM's prefix cache leaves to compute; a prefix that is not too long is in the workers' memory then, too, but for
         # one that ends in chunks.
         first = request.kv_transfer_params[PARAMS_KEY]["chunks"][0][0]
@@ -230,6 +236,7 @@ class BlendScheduler:
         """Send a request to the workers, once its pages are allocated."""
         _, job = self._marked[request.request_id]
         self._jobs.append(replace(job, block_ids=tuple(block_ids), start=len(job.prompt) - 1 - handed_over))
+        self._under_way[request.request_id] = job
 
     def take_jobs(self) -> tuple[list[BlendJob], list[PromptChunk]]:
         """Work that the workers must begin, once each."""
@@ -242,6 +249,7 @@ class BlendScheduler:
         """Take in what the workers have done."""
         self._waiting_misses = waiting_misses
         for request_id, report in reports.items():
+            self._under_way.pop(request_id, None)
             self._note(request_id, report)
 
     @property
@@ -252,6 +260,7 @@ class BlendScheduler:
     def finish(self, request: Any) -> dict[str, Any] | None:
         """Forget a request; returns its answer's report, None for a request without marks."""
         self._marked.pop(request.request_id, None)
+        self._under_way.pop(request.request_id, None)
         report = self._reports.pop(request.request_id, None)
         return None if report is None else {PARAMS_KEY: report}
 

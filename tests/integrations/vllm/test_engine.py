@@ -145,6 +145,9 @@ def test_blended_blocks_are_found_again_by_the_same_marks_alone(served: Served) 
     assert exact.num_cached_tokens == 32  # the block before the first chunk's
     served.llm.reset_prefix_cache()
     assert served.ask(tokens).outputs[0].token_ids == exact.outputs[0].token_ids
+    served.llm.reset_prefix_cache()
+    first, *others = [one.kv_transfer_params["cacheblend"] for one in served.ask_all([(tokens, spans)] * 4)]
+    assert (first["hits"], [one["reason"] for one in others]) == (3, 3 * ["prefix_cache"])  # blended once
 
 
 def test_a_long_opening_is_computed_once(served: Served) -> None:
@@ -423,11 +426,9 @@ def test_the_check_asks_for_no_cuda_graph(
 
 def test_what_is_not_supported_is_refused_by_name(make_model: MakeModel, open_served: OpenServed) -> None:
     """An engine that is run with something that blending does not work with says what, and does not start."""
-    drafts = {"method": "ngram", "num_speculative_tokens": 2}
-    with (
-        pytest.raises(UnsupportedModelError, match="speculative decoding"),
-        open_served(make_model("llama"), speculative_config=drafts),
-    ):
-        pass
+    drafts: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
+    for why, options in {"speculative decoding": drafts, "kv-offloading-size": {"kv_offloading_size": 1.0}}.items():
+        with pytest.raises(UnsupportedModelError, match=why), open_served(make_model("llama"), **options):
+            pass
     for name in [name for name in sys.modules if name.startswith("llvmlite")]:  # vLLM's next engine stumbles over its objects
         del sys.modules[name]

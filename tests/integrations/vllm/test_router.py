@@ -322,10 +322,10 @@ def test_documents_are_stored_window_by_window(client: TestClient, routes: Blend
     split = [routes.engine.marker.split(document) for document in DOCS]
     asked = [tuple(window[index]) for window, new, *_ in workers.asked for index in new]
     assert asked == [chunk for one in split for chunk in one.token_ids]
-    # The chunks that a worker computes each after are the ones of the whole document.
     before = [tuple(map(tuple, context.earlier(window)[index])) for window, new, *_ in workers.asked for index in new]
     assert before == [earlier for one in split for earlier in context.earlier(one.token_ids)]
-    assert client.post(DOCUMENTS, json={"documents": []}).status_code == 400
+    for wrong in ([], [{"id": "one", "text": text} for text in "ab"]):
+        assert client.post(DOCUMENTS, json={"documents": wrong}).status_code == 400
     client.post(DOCUMENTS, json={"documents": DOCS[1:]})
     assert workers.asked[-1][2:] == (None, (split[1].document.id, split[1].document.version))
     replace_engine(routes, is_hybrid=True)

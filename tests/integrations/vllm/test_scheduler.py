@@ -267,3 +267,22 @@ def test_the_remote_tier_is_an_option_or_a_variable(monkeypatch: pytest.MonkeyPa
     assert (by_variable.remote, by_variable.read_secret()) == ("unix:///run/redis", b"a secret of the deployment")
     with pytest.raises(ConfigError, match="remote"):
         ConnectorConfig.from_options({"store_dir": "x", "remote": "http://cache"})
+
+
+def test_equal_prompts_are_blended_once() -> None:
+    """A prompt waits while its blend is under way for another request, as of `n` answers; if that fails it has its own."""
+    scheduler = _arrived(first := _Request(_marked()))
+    second, other = (_Request(_marked(ratio=ratio)) for ratio in (None, 0.2))
+    second.request_id, other.request_id = "two", "three"
+    scheduler.arrive(second)
+    scheduler.arrive(other)
+    scheduler.allocated(first, [1], scheduler.matched(first, 0) or 0)
+    assert [scheduler.matched(request, 0) for request in (first, second, other)] == [79, None, 79]
+    scheduler.observe({"one": {"blended": True}}, 0)
+    assert scheduler.matched(second, 76) == 0
+    assert scheduler.finish(second) == {"cacheblend": {"blended": True, "reason": "prefix_cache", "cached_tokens": 76}}
+    scheduler.allocated(first, [1], 79)
+    scheduler.arrive(second)
+    assert scheduler.matched(second, 0) is None
+    scheduler.finish(first)
+    assert scheduler.matched(second, 0) == 79
