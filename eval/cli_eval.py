@@ -107,7 +107,7 @@ def data_set(
         ),
     ] = None,
     preset: Annotated[str, typer.Option(help=f"Set-up: {' or '.join(PRESETS)}.")] = "paper",
-    seed: Annotated[int, typer.Option("--seed", help="Draws the cases, or their order.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Draws the order of the cases with --preset extended.")] = 0,
     cases: Annotated[int | None, typer.Option(help="Cases from the file's start; left out, as many as the paper's.")] = None,
     chunking: Annotated[
         str | None,

@@ -25,7 +25,7 @@ def load(
     ] = None,
     data: Annotated[str | None, typer.Option(envvar=DATA_VARIABLE, help="The set's file, or a folder that has it.")] = None,
     cases: Annotated[int, typer.Option(help="Questions from the file's start, divided among the rates.", min=1)] = 60,
-    num_chunks: Annotated[int, typer.Option(help="Upper bound on the passages of a prompt.", min=1)] = 10,
+    num_chunks: Annotated[int, typer.Option(help="Upper bound on the passages of a prompt.", min=2)] = 10,
     rates: Annotated[str, typer.Option(help="Comma-separated arrivals a second.")] = "0.5,1,2",
     max_tokens: Annotated[int, typer.Option(help="Upper bound on an answer's tokens.", min=1)] = 16,
     timeout_s: Annotated[float, typer.Option(help="A request without a byte for this many seconds has failed.")] = 120.0,

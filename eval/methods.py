@@ -264,7 +264,7 @@ class Blend(Method):
         """Fuse; what may be widened computes chunks that look alike, as a service does."""
         segments = resident.blend_segments(self._context)
         if self._config.max_loss_nats is not None:
-            alike = alike_chunks([() if one.kv is None or one.exact else one.token_ids for one in segments])
+            alike = [False, *alike_chunks(resident.prompt.chunk_ids), False]  # head and suffix are no chunks
             segments = [Segment(one.token_ids) if is_alike else one for one, is_alike in zip(segments, alike, strict=True)]
         return self._fusor.fuse(segments, self._config)
 

@@ -247,6 +247,8 @@ class FileSource:
         limits = [tokens for tokens in (limit, self._set.prompt_tokens) if tokens is not None]
         path = find_file(self.name, self.data)
         examples = list(itertools.islice(read_examples(path), self.count))  # a broken line ends the run here, not hours later
+        if len({example.task for example in examples}) > 1:
+            raise InputError(f"{path} mixes tasks, which have different metrics; give a file for each")
         warm_up = int(self.preset.warm_up * len(examples))
         renderer, plain = prompt_renderer(tokenizer, self.wording), PlainTokenizer(tokenizer)
         config = RetrieverConfig(chunk_tokens=self.preset.chunk_tokens)
