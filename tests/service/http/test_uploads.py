@@ -157,13 +157,16 @@ def test_a_large_form_needs_no_temporary_file(engine: Any, monkeypatch: pytest.M
 
 
 def test_files_of_a_killed_service_are_removed(open_engine: OpenEngine) -> None:
-    """What a service that was killed has left of uploads is gone when the next one starts."""
+    """What a service that was killed has left of uploads is gone when the next one starts; what one that runs has is not."""
     engine = open_engine()
     left = Path(engine.config.store_dir, "uploads", "left", "file.txt")
     left.parent.mkdir(parents=True)
     left.write_text("secret")
     with Server(engine.config, engine=engine) as server:
         assert list(server.uploads_folder.iterdir()) == []
+        (own := server.uploads_folder / "own").mkdir()
+        with Server(engine.config, engine=engine):
+            assert own.exists()
 
 
 def test_a_missing_extra_is_named(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
