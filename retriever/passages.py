@@ -23,7 +23,7 @@ FORMS = {
     "numbered": r"\[\d{1,4}\][:.)]?[ \t]+(?=\S)",
     "labelled": r"(?:document|source|passage|chunk|snippet|excerpt|result|reference)[ \t]*(?:#?[\d.]{1,6})?[ \t]*"
     r"(?:[(\[][^()\[\]\n]{0,200}[)\]])?[ \t]*:",
-    "context": r"context:|context[ ]information[ ]is[ ]below\.|"
+    "context": r"context:|└──[ ]content:|context[ ]information[ ]is[ ]below\.|"
     r"(?![ \t]*(?:if|elif|while|for)[ ](?:not[ ])?[\w.]+(?:[ ](?:is|in|not)[ ].*)?:)"  # code
     r"[^:\n(=]{0,80}\b(?:context|passages|documents|sources|excerpts|snippets|background)\b[^:\n)=]{0,40}:[ \t]*$",
 }
@@ -34,7 +34,7 @@ LISTS = "sources documents docs passages chunks results references context"  # w
 _LINE = re.compile(
     "^[ \t#*>]{0,8}(?:"
     + rf"(?P<end>(?:{ENDS})(?:[ \t]\d{{1,3}})?[ \t*]{{0,4}}:|(?<=#[ ])(?:{ENDS})[ \t]*$)|"
-    + r"(?P<rule>(?:-{3,}|={3,}|_{3,}|\*{3,})[ \t]*$)|(?P<fence>```|~~~)|"
+    + r"(?P<rule>(?:-{3,}|={3,}|_{3,}|\*{3,}|\[end[ ][^]\n]{1,40}\])[ \t]*$)|(?P<fence>```|~~~)|"
     + "|".join(f"(?P<{name}>{form})" for name, form in FORMS.items())
     + ")",
     re.IGNORECASE,

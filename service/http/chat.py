@@ -353,7 +353,7 @@ def _without_tokens(event: Piece | Done) -> Piece | Done:
 
 def server_event(value: Mapping[str, Any]) -> str:
     """One server-sent event."""
-    return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False)}\n\n"
+    return f"data: {json.dumps(value, allow_nan=False)}\n\n"
 
 
 class EventStream(StreamingResponse):

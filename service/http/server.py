@@ -115,7 +115,7 @@ class Server:
 
     def check_model(self, name: str | None, *others: str) -> None:
         """Refuse, with a 404, a model that is not the one there is, nor one of `others`."""
-        if name is not None and name not in (self.model_name, *others):
+        if name is not None and {name, name.rpartition("/")[2]}.isdisjoint((self.model_name, *others)):
             message = f"there is no model {shortened(name)} here; use {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 

@@ -44,6 +44,8 @@ FORMS = {
     "context": f"Context information is below.\n-----\n{APART}\n-----\nGiven the context, answer.\nQuery: {ASKED}\nAnswer: ",
     "context ": f"Answer the question based only on the following context:\n{APART}\n\nQuestion: {ASKED}",
     "context  ": f"Given these documents, answer.\nDocuments:\n{each('    {text}' + chr(10) * 2)}\nQuestion: {ASKED}",
+    "context   ": "Context:\n" + each("[CONTEXT {number}]:\n{text}\n[END CONTEXT {number}]\n\n"),  # AnythingLLM
+    "context    ": each("\nID: {number}\n├── Title: a.pdf\n└── Content:\n{text}\n\n------\n"),  # RAGFlow
     "paragraph": f"Answer from what follows.\n\n{APART}\n\n{ASKED}",
     "paragraph ": f"Answer.\n\n---\n{each('{text}' + chr(10) + '---' + chr(10))}{ASKED}",
 }
