@@ -405,7 +405,7 @@ class DocumentTable:
             gone = list[str]()
             for (digest,) in self._database.rows(query):
                 if (file := self._nvme.open(digest, is_use=False)) is None:
-                    gone.append(digest)  # too many open files, say: it may have such a text
+                    gone += [digest] * (digest in self._nvme)  # too many open files, say: it may have such a text
                     continue
                 with file:
                     gone += [digest] * (file.info.token_ids in wanted)

@@ -36,7 +36,8 @@ FETCHES = 16  # entries that are fetched at the same time
 MAX_TRANSFER_S = 15.0  # of one object; the time-out of the configuration is for silence
 MAX_HEADER_BYTES = 2**20  # of an object: about 100,000 token ids; without a secret anybody may have written it
 MAX_CHANGES = 65_536  # that wait to be sent
-MAX_ATTEMPTS, FAILURES = 3, 3  # of a change; in a row, after which the circuit breaker opens
+MAX_ATTEMPTS = 3
+FAILURES = 3  # in a row, after which the circuit breaker opens
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 KEY_PREFIX = "cacheblend:"  # in Redis
 SEAL, TAG_BYTES = b"CBSEAL3\0", 32
@@ -462,9 +463,10 @@ class RemoteTier:
                 if not self._changes:
                     return
                 digest, load = next(iter(self._changes.items()))
-            is_made = False
-            with suppress(RuntimeError):  # no call begins any more: the process ends
+            try:
                 is_made = self._try(digest, load)
+            except RuntimeError:  # no call begins any more: the process ends
+                is_made = False
             with self._changed:
                 if self._changes.get(digest, digest) is load:  # and no later change in its place
                     del self._changes[digest]
@@ -491,10 +493,8 @@ class RemoteTier:
 
     def _make(self, digest: str, load: Load | None) -> bool:
         """Make a change; False where the entry to send is gone by now. Raises as `send` and `load` do."""
-        if load is not None:
-            if (entry := load()) is None:
-                return False
-            self.send(entry)
-        if load is None or load() is None:  # the latter: another process has deleted it meanwhile
+        if load is None:
             self._call(self._writes, self._backend.delete, self._format.name(digest))
-        return True
+        elif (entry := load()) is not None:
+            self.send(entry)
+        return load is None or entry is not None

@@ -37,9 +37,8 @@ def register() -> None:
         has_connector = transfer is not None and transfer.has_connector(CONNECTOR)
         if has_connector and transfer.kv_connector != CONNECTOR:
             raise UnsupportedModelError(f"{CONNECTOR} does not work inside {transfer.kv_connector}; name it by itself")
-        if (
-            has_connector and self.cache_config.kv_offloading_size is not None
-        ):  # vLLM puts its own connector in this one's place
+        # vLLM puts its own connector in this one's place.
+        if has_connector and self.cache_config.kv_offloading_size is not None:
             raise UnsupportedModelError(f"{CONNECTOR} does not work with --kv-offloading-size; leave it out")
         if has_connector and not self.model_config.is_hybrid:
             engine_processes.get_engine_process_shutdown_timeout = _seconds_to_end

@@ -212,13 +212,13 @@ class BlendScheduler:
     def matched(self, request: Any, computed: int) -> int | None:
         """How many tokens after the first `computed` a worker hands over; 0 where vLLM computes the prompt itself.
 
-        None while another request's blend of the same prompt is under way, whose blocks vLLM has at its end.
+        It returns None while another request's blend of the same prompt is under way, whose blocks vLLM has at its end.
         """
         if request.request_id not in self._marked:
             return 0
         _, job = self._marked[request.request_id]
         prompt, others = job.prompt, (other for id_, other in self._under_way.items() if id_ != request.request_id)
-        if any((other.prompt, other.ratio) == (prompt, job.ratio) for other in others):
+        if request.block_hashes and any((other.prompt, other.ratio) == (prompt, job.ratio) for other in others):
             return None
         # What vLLM's prefix cache leaves to compute; a prefix that is not too long is in the workers' memory then, too, but for
         # one that ends in chunks.

@@ -102,7 +102,7 @@ class BlendWorker:
         self._missed: OrderedDict[ChunkKey, PromptChunk] = OrderedDict()
         self._prefixes: OrderedDict[tuple[str, tuple[int, ...]], PrefixRun] = OrderedDict()  # by namespace and token ids
         self._done: dict[str, Report | None] = {}
-        self._busy_steps = self._failed = 0  # writes of precomputed chunks that failed in the background
+        self._busy_steps = 0
 
     @property
     def waiting_misses(self) -> int:
@@ -325,8 +325,7 @@ class BlendWorker:
             left, stored = left + (not has_room), stored + is_stored
         del computed
         return_freed_memory()  # of the passes, which no request needs
-        before, self._failed = self._failed, self._store.stats().failed_writes
-        return stored, left, len(new) - stored - left + self._failed - before
+        return stored, left, len(new) - stored - left
 
     def _put(self, key: ChunkKey, kv: ChunkKV, document: Sequence[str]) -> tuple[bool, bool]:
         """Hand a chunk's KV to the store; returns whether it has room, and whether it stored the KV."""

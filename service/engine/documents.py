@@ -125,7 +125,7 @@ class Documents:
                         batch.leave_out(id_)
                     self.commit(batch, versions)
                 store.documents.drop_unowned(batch.computed)
-            except CacheBlendError as error:
+            except (CacheBlendError, MemoryError, OSError) as error:
                 stay = len(batch.computed)
                 logger.warning("the KV of %d chunks of an ingest that was given up stays until it is evicted: %s", stay, error)
             raise
@@ -148,11 +148,11 @@ class Documents:
                 return None
             # The version that a document may have now: the one before, or another upload of this very text has made it.
             expected = {document.id: (versions[document.id], document.version) for document in batch.documents}
-            old = self._texts(batch.embedded)
+            # Before the change: where it fails, nothing is changed.
+            if old := self._texts(batch.embedded).difference(*batch.chunks.values()):
+                self._store.documents.forget_texts(old)
             replaced = self._retriever().put(list(batch.embedded.values()), expected)
             dropped = self._store.documents.put((*version, list(dict.fromkeys(keys))) for version, keys in batch.keys.items())
-            if left := old.difference(*batch.chunks.values()):
-                self._store.documents.forget_texts(left)
         return batch.report(replaced=replaced, dropped=dropped)
 
     def _retriever(self) -> Retriever:

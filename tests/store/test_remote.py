@@ -405,14 +405,6 @@ def test_the_last_change_counts(backend: FakeBackend, tier: RemoteTier) -> None:
     assert (set(backend.objects), tier.stats().dropped_writes) == ({KEYS[0].digest}, 2)
 
 
-def test_what_another_process_deletes_while_it_is_sent_goes(backend: FakeBackend, tier: RemoteTier) -> None:
-    """An entry that is gone once it is sent is removed there."""
-    found = iter([ENTRIES[0], None])
-    tier.put(KEYS[0].digest, lambda: next(found))
-    assert tier.flush(LONG_S)
-    assert (backend.calls, backend.objects) == (["put", "delete"], {})
-
-
 def test_an_entry_is_fetched_once_for_all_who_wait(backend: FakeBackend, tier: RemoteTier) -> None:
     """Requests for an entry that is on its way wait for the same call; one for which nobody waits any more is not fetched."""
     stored = list[EncodedEntry]()
