@@ -278,7 +278,7 @@ class Documents:
         return _together(id_, statuses)
 
     def _texts(self, ids: Iterable[str]) -> set[tuple[int, ...]]:
-        """Token ids of the chunks of documents, as far as they can be read."""
+        """List the token ids of the chunks of documents, as far as they can be read, each once."""
         texts = set[tuple[int, ...]]()
         for index, id_ in product(self._indexes, ids):
             with suppress(InputError, DamagedDocumentError):
