@@ -64,7 +64,7 @@ class HttpConfig:
             allowed = "8 or more ASCII letters, digits and signs; `cacheblend api-key` makes one"
             raise ConfigError("api_key", "what is given (not shown)", allowed)
         for origin in self.cors_origins:
-            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s,/]+", origin):
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]{0,30}://[^\s,/]+", origin):
                 raise ConfigError("cors_origins", origin, "origins such as https://example.org, in a variable parted by spaces")
         for name in self.allowed_hosts:
             if not re.fullmatch(HOST_NAME, name):
