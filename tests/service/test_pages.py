@@ -183,7 +183,7 @@ def test_python(service: Service, snippet: str, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(openai.OpenAI, "__init__", closed_afterwards(openai.OpenAI.__init__))
     names: dict[str, Any] = {"openai": openai, "__builtins__": builtins}
     try:
-        exec(compile(service.here(snippet), "<docs>", "exec"), names)
+        exec(compile(service.here(snippet).replace("qwen2.5-coder-0.5b", NAMED), "<docs>", "exec"), names)
     finally:
         for client in made:
             client.close()
@@ -197,7 +197,7 @@ def test_the_engine_of_readme(
 ) -> None:
     """README's program runs as it stands, in a folder that holds its model."""
     (program,) = [text for kind, text in blocks(ROOT / "README.md") if kind == "python" and "Engine(" in text]
-    (tmp_path / "smollm2-135m").symlink_to(model_dir)
+    (tmp_path / "qwen2.5-coder-0.5b").symlink_to(model_dir)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         "cacheblend.retriever.retriever.SentenceTransformerEmbedder", lambda _: FakeEmbedder(name=DEFAULT_EMBEDDER)
