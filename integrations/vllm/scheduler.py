@@ -210,9 +210,9 @@ class BlendScheduler:
         return ""
 
     def matched(self, request: Any, computed: int) -> int | None:
-        """How many tokens after the first `computed` a worker hands over; 0 where vLLM computes the prompt itself.
+        """Count the tokens after the first `computed` that a worker hands over; 0 where vLLM computes the prompt itself.
 
-        It returns None while another request's blend of the same prompt is under way, whose blocks vLLM has at its end.
+        The count is None while another request's blend of the same prompt is under way, whose blocks vLLM has at its end.
         """
         if request.request_id not in self._marked:
             return 0

@@ -157,7 +157,7 @@ def test_a_large_form_needs_no_temporary_file(engine: Any, monkeypatch: pytest.M
 
 
 def test_files_of_a_killed_service_are_removed(open_engine: OpenEngine) -> None:
-    """What a service that was killed has left of uploads is gone when the next one starts; what one that runs has is not."""
+    """A service removes at its start the uploads of one that was killed, and none of one that runs."""
     engine = open_engine()
     left = Path(engine.config.store_dir, "uploads", "left", "file.txt")
     left.parent.mkdir(parents=True)
