@@ -40,6 +40,8 @@ WEIGHTS_PER_MINUTE = 250e6  # that one core converts
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
 # Vocabularies whose text is split into single digits first, which transformers leaves out.
 _DIGITS_APART = ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder")
+# Whose words that are one token are not merged, and which put BOS first where the header does not say, as llama.cpp has them.
+_WORDS_FIRST = ("llama3", "llama-v3", "llama-bpe", "tekken")
 # Tokens that end a turn or a text, as llama.cpp has them; a header names one, and some models write another.
 _ENDS = (
     *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>", "<EOT>"),
@@ -246,7 +248,8 @@ def read_header(path: Path) -> GGUFHeader:
         architecture, parts = str(fields.get("general.architecture", "")), int(fields.get("split.count", 1))
         reasons = list(_unread(architecture, fields, set(tensors)))
     except Exception as error:  # numpy, struct and unicode errors of all kinds, by where it was cut
-        raise InputError(f"{path} is truncated or damaged ({type(error).__name__}: {error}); fetch it again") from error
+        why = "is of a quantisation that is not read" if "GGMLQuantizationType" in str(error) else "is truncated or damaged"
+        raise InputError(f"{path} {why} ({type(error).__name__}: {error}); fetch it again, or as Q4_K_M or Q8_0") from error
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"{path} holds a model of architecture {architecture!r}; from GGUF these can be blended: {', '.join(ARCHITECTURES)}"
@@ -256,9 +259,10 @@ def read_header(path: Path) -> GGUFHeader:
     if reasons:
         raise UnsupportedModelError(f"{path}: {reasons[0]}, which transformers does not read from GGUF; {_FOLDER_ONLY}")
     kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
+    in_float16 = kinds <= {"F32", "F16"} and not architecture.startswith("gemma")  # whose activations overflow
     return GGUFHeader(
         weights=sum(int(tensor.n_elements) for tensor in reader.tensors),
-        dtype="float32" if kinds <= {"F32"} else "float16" if kinds <= {"F32", "F16"} else "bfloat16",
+        dtype="float32" if kinds <= {"F32"} else "float16" if in_float16 else "bfloat16",
         has_tokenizer="tokenizer.ggml.tokens" in reader.fields,
         pre_tokenizer=str(fields.get("tokenizer.ggml.pre", "")),
         rope_factors=tuple(map(float, tensors["rope_freqs.weight"].data)) if "rope_freqs.weight" in tensors else (),
@@ -300,11 +304,12 @@ def _unread(architecture: str, fields: Mapping[str, Any], tensors: Set[str]) -> 
         yield f"its rope is scaled ({scaling})"
     if any(name.startswith("rope_factors") for name in tensors):
         yield "its rope is scaled (longrope)"
-    if architecture != "qwen2" and "blk.0.attn_q.bias" in tensors:
-        yield "its attention has biases"
+    if architecture != "qwen2" and any(name.endswith(".bias") for name in tensors):
+        yield "its layers have biases"
     if architecture in ("gemma2", "gemma3") and int(fields.get(f"{architecture}.attention.key_length", 256)) != 256:
         yield "its attention is scaled by other than its head size"
-    if architecture == "phi3" and int(fields.get("phi3.attention.sliding_window", 0)) > 0:
+    window = fields.get("phi3.attention.sliding_window", fields.get("phi3.context_length") == 4096)  # not in older files of Phi-3
+    if architecture == "phi3" and int(window) > 0:
         yield "its attention has a window"
 
 
@@ -337,11 +342,16 @@ def _tokenizer(path: Path, header: GGUFHeader, source: Mapping[str, Any], vocab_
             f"the tokenizer {'beside' if beside else 'in'} {path} cannot be read ({error}); put the model's tokenizer.json and "
             "tokenizer_config.json beside it"
         ) from error
-    if tokenizer.vocab_size > vocab_size:  # without added tokens, of which a text model may lack some
+    size = max(tokenizer.vocab_size, *(1 + (id_ or 0) for id_ in (tokenizer.bos_token_id, tokenizer.eos_token_id)))
+    if size > vocab_size:  # of other added tokens a text model may lack some
         raise InputError(
-            f"the tokenizer of {path} has {tokenizer.vocab_size:,} tokens and the model {vocab_size:,}: "
-            "it is of another model; remove its files, or put this model's there"
+            f"the tokenizer of {path} has {size:,} tokens and the model {vocab_size:,}: it is of another model, or not read right; "
+            "put this model's tokenizer.json and tokenizer_config.json beside the file"
         )
+    if not beside and header.pre_tokenizer in _WORDS_FIRST:
+        tokenizer.backend_tokenizer.model.ignore_merges = True
+        if "add_bos_token" not in tokenizer.init_kwargs:
+            tokenizer.add_bos_token = True
     if not beside and header.pre_tokenizer in _DIGITS_APART:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

@@ -16,7 +16,7 @@ from cacheblend.base.errors import InputError, UnsupportedModelError
 
 from .compiled_file import has_feature
 from .families import drops_softcap, exact_reason, fingerprint_directory, fingerprint_module, weight_files
-from .gguf_file import convert_gguf, has_tokenizer_files, is_gguf
+from .gguf_file import convert_gguf, has_tokenizer_files, is_gguf, read_header
 from .interfaces import KVGeometry
 from .models import KNOWN_MODELS, find_model
 
@@ -168,7 +168,7 @@ def read_config(path_or_hub_id: str) -> Any:
         InputError: no model there, or its config cannot be read.
     """
     name = str(path_or_hub_id)
-    options = {"gguf_file": Path(name).name} if is_gguf(name) else {}
+    options = {"gguf_file": Path(name).name} if is_gguf(name) and read_header(Path(name)) else {}
     found = str(Path(name).parent) if options or Path(name).name == "config.json" else locate_model(name)
     try:
         return transformers.AutoConfig.from_pretrained(found, **options, **NO_CODE)

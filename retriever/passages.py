@@ -43,6 +43,7 @@ _TAG = re.compile(rf"<(?P<close>/?)(?P<name>{'|'.join([*TAGS.split(), *LISTS.spl
 _START = re.compile(r"(?<!\w)\S")  # where a stored text may begin
 _SENTENCE_END = re.compile(r"[.!?\u2026\u061f\u06d4][\"'\u2019\u201d)\]]?(?=\s|$)|[\u3002\uff01\uff1f\u0964]")
 _STRING_MARK = re.compile(r'\\.|"', re.DOTALL)
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
 _INSTRUCTS = re.compile(  # words of instructions in English, and by which others are known, in small letters
     r"\b(?:you|your|please|always|never|don't|do not|must|should|respond|answer|output|du|immer|niemals?|bitte|antworte|vous|"
     r"toujours|jamais|veuillez|répondez|eres|siempre|nunca|por favor|debes|responde|sei|sempre|mai|per favore|devi|rispondi|"
@@ -151,12 +152,14 @@ def find_passages(text: str, role: str, stored: StoredTexts | None = None) -> li
 
 
 def _strings(text: str) -> Iterator[Passage]:
-    """The long texts in JSON, as they are written there."""
+    """The long texts in JSON, as they are written there; what they are is judged without their escapes."""
     start = None
     for mark in _STRING_MARK.finditer(text):
         if mark[0] == '"':
-            if start is not None and is_prose(text[start : mark.start()], 1):
-                yield Passage(start, mark.start(), "json")
+            if start is not None and mark.start() - start <= MOST_CHARACTERS:
+                plain = _ESCAPE.sub(lambda one: chr(int(one[1] or "20", 16)), text[start : mark.start()])
+                if is_prose(plain, 1):
+                    yield Passage(start, mark.start(), "json")
             start = mark.end() if start is None else None
 
 

@@ -245,9 +245,10 @@ def quality(engine: Engine, cases: int, measured: Path | None) -> dict[str, Any]
         natural = {"messages": [{"role": "user", "content": item.question}], **brought}
         asked["documents"] = beside["documents"] = partial(prepare_body, engine, natural, **brought)
         seen = [asked[name] for name in ("open_webui", "agent") if name in asked]  # a tool's result has its texts as JSON
-        for make in (beside["f_string"], *seen, *seen):  # KV is stored at second sight
-            engine.complete(make(max_tokens=1))
-            engine.drain()
+        engine.complete(beside["f_string"](max_tokens=1))
+        for make in (*seen, *seen):  # KV is stored at second sight; the prompts are not run, or the prefix cache would have them
+            make(max_tokens=1).release()
+        engine.drain()
         tokens = sum(len(engine.prompts.text_ids(one)) for one in texts)
         done.append({"question": number} | {name: compared(engine, asked[name], beside[name], tokens) for name in asked})
         print(line := json.dumps(done[-1]), flush=True)

@@ -227,9 +227,10 @@ def _sizes(name: str, config: Any) -> dict[str, Any]:
 
     from cacheblend.blend.loading import count_weights, kv_geometry
 
-    weights, exact_reason = count_weights(config)
-    geometry, stores = kv_geometry(config, torch.device("cpu"), torch.bfloat16), exact_reason is None
-    kv = {codec: round(stored_token_bytes(geometry, codec, 512)) * stores for codec in PLANNED_CODECS}
+    (weights, exact_reason), kv = count_weights(config), dict.fromkeys(PLANNED_CODECS, 0)
+    if exact_reason is None:
+        geometry = kv_geometry(config, torch.device("cpu"), torch.bfloat16)
+        kv = {codec: round(stored_token_bytes(geometry, codec, 512)) for codec in PLANNED_CODECS}
     return {"name": name, "weights": weights, **kv, "exact_reason": exact_reason}
 
 

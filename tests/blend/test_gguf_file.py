@@ -73,6 +73,15 @@ def test_the_tokenizer_of_the_file(llama_file: Path) -> None:
     ]
 
 
+def test_what_older_files_do_not_say(llama_file: Path, tmp_path: Path) -> None:
+    """Llama 3's vocabularies put BOS first; a Phi-3 of 4,096 positions has a window, and is refused."""
+    llama_file.write_bytes(llama_file.read_bytes().replace(b"smollm", b"tekken"))
+    assert load_tokenizer(str(llama_file))("a").input_ids[0] == 1
+    (model := tiny_checkpoint("phi3")).config.max_position_embeddings = 4096
+    with pytest.raises(UnsupportedModelError, match="its attention has a window"):
+        gguf_file.read_header(write_gguf(tmp_path / "m.gguf", model, "phi3"))
+
+
 def test_a_tokenizer_beside_the_file(llama_file: Path, tmp_path: Path) -> None:
     """Without a tokenizer in it or beside it the file is refused; one beside it is used, also in place of one in it."""
     (tmp_path / "bare").mkdir()

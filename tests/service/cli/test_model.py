@@ -81,9 +81,11 @@ def test_bad_profiles_and_plans(run: CommandLine, tmp_path: Path) -> None:
     """What is missing or out of range ends in one line that names it, and nothing is written."""
     profile = str(write_profile(tmp_path, linear_profile()))
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_act": "nope"}')
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF" + bytes(100))
     for arguments, code, says in (
         (("plan", "nowhere.json"), 2, "nowhere.json"),
         (("plan", str(tmp_path / "config.json")), 2, "'nope'"),
+        (("plan", str(tmp_path / "cut.gguf")), 2, "truncated or damaged"),
         (("plan", profile, "--tokens", "0"), 2, "'--tokens'"),
         (("plan", profile, "--ratio", "2"), 2, "'--ratio'"),
         (("profile", str(run.model), "--store-dir", str(run.store), "--length", "0"), 2, "lengths=(0,)"),
