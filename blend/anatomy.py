@@ -8,14 +8,12 @@ Shapes: Q query heads, H KV heads, S rows, N positions, X rotated numbers of a h
 parallel hidden states (1 but in Gemma 3n), M hidden size.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -45,7 +43,7 @@ class TableForm:
     axes: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, given: Any) -> TableForm:
+    def of(cls, given: Any) -> Self:
         """The form of what a decoder gave to a layer."""
         if given is None:
             return cls("none")

@@ -308,7 +308,7 @@ def _unread(architecture: str, fields: Mapping[str, Any], tensors: Set[str]) -> 
         yield "its layers have biases"
     if architecture in ("gemma2", "gemma3") and int(fields.get(f"{architecture}.attention.key_length", 256)) != 256:
         yield "its attention is scaled by other than its head size"
-    window = fields.get("phi3.attention.sliding_window", fields.get("phi3.context_length") == 4096)  # not in older files of Phi-3
+    window = fields.get("phi3.attention.sliding_window", fields.get("phi3.context_length") == 4096)  # older files have none
     if architecture == "phi3" and int(window) > 0:
         yield "its attention has a window"
 
@@ -345,7 +345,7 @@ def _tokenizer(path: Path, header: GGUFHeader, source: Mapping[str, Any], vocab_
     size = max(tokenizer.vocab_size, *(1 + (id_ or 0) for id_ in (tokenizer.bos_token_id, tokenizer.eos_token_id)))
     if size > vocab_size:  # of other added tokens a text model may lack some
         raise InputError(
-            f"the tokenizer of {path} has {size:,} tokens and the model {vocab_size:,}: it is of another model, or not read right; "
+            f"the tokenizer of {path} has {size:,} tokens and the model {vocab_size:,}: it is of another model, or misread; "
             "put this model's tokenizer.json and tokenizer_config.json beside the file"
         )
     if not beside and header.pre_tokenizer in _WORDS_FIRST:

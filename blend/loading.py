@@ -1,7 +1,5 @@
 """Loading of models: from a directory, a GGUF file, a known name or a hub id; their dtype, tokenizer and shape of KV."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path, PurePosixPath
 from typing import Any

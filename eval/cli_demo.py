@@ -1,7 +1,5 @@
 """`cacheblend demo`: a model answers questions about a packaged handbook, by three methods side by side."""
 
-from __future__ import annotations
-
 import dataclasses
 import tempfile
 import time

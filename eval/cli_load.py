@@ -1,7 +1,5 @@
 """`cacheblend eval load`: TTFT and throughput of servers under requests at random moments."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from pathlib import Path

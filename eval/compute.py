@@ -3,8 +3,6 @@
 Matrix products and attention scores are counted; norms, rotations, deviations and the loading of KV are not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self

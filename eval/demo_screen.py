@@ -1,7 +1,5 @@
 """The screen of `cacheblend demo`: the handbook's questions, each as soon as it is answered, and at the end the summary."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import sys

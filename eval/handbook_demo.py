@@ -1,7 +1,5 @@
 """A pretrained model asked about the handbook: answers, TTFT and nearness to full recompute, method by method."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """The methods' names: which there are, and how a run plans them over ratios and contexts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 `StoredContexts` and `ResidentRequest` say what a method finds in the cache, `CacheHistory` what earlier requests left there.
 """
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 Nearness is measured on distributions rather than on finished answers. Shapes: V vocabulary, G tokens of a given answer.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import string

@@ -33,7 +33,7 @@ MARKDOWN_SUFFIXES = ("", ".md", ".markdown", ".mdx", ".txt")  # and the converte
 TITLED_SUFFIXES = (".md", ".markdown", ".mdx")  # and the converted: a first heading is the title, no comment
 CSV_SUFFIXES = (".csv", ".tsv")
 # A file's part, and the file.
-_PART = re.compile(r"\A(.+)#(?:page|slide|sheet|line|message)=.+", re.DOTALL)
+_PART = re.compile(r"\A(.+?)#(?:page|slide|sheet|line|message)=.*", re.DOTALL)
 # The head of a Markdown table, and its rows.
 _TABLE = re.compile(r"^(\|[^\n]*\n\|(?:[ :]*-+[ :]*\|)+[ \t]*\n)(?:\|[^\n]*\n?)*+", re.MULTILINE)
 _URL = re.compile(r"https?://[^/?#]*(?P<path>[^?#]*)", re.IGNORECASE)
@@ -42,7 +42,7 @@ _LINE = re.compile(r"^ {0,3}(?:(?P<fence>```|~~~)|(?P<marks>#{1,6})[ \t]+(?P<hea
 # What a Markdown text begins with: the title of its front matter, or a heading of the first level without links and pictures.
 _MATTER, _PLAIN = r"---[ \t\r]*\n(?:(?!---)[^\n]{0,999}\n){0,32}?", r"((?:(?!\][(\[]|<\w)[^\n]){1,200})"
 _FRONT = re.compile(
-    rf"\A\s*+(?:{_MATTER}title:[ \t]++([^\n]{{1,200}})|(?:{_MATTER}---\s+)?(?:#[ \t]++{_PLAIN}|{_PLAIN}\n===[=\s]*))$",
+    rf"\A\s*+(?:{_MATTER}title:[ \t]++([^\n]{{1,200}})|(?:{_MATTER}---\s++)?(?:#[ \t]++{_PLAIN}|{_PLAIN}\n===[=\s]*))$",
     re.MULTILINE,
 )
 # The heading that a text begins with, of any level.

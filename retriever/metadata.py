@@ -1,12 +1,10 @@
 """Metadata of documents, plain values by name, and filters over them: checked, and as conditions of SQL."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from cacheblend.base.errors import InputError
 
@@ -51,7 +49,7 @@ class MetadataFilter:
     values: tuple[str | int | float, ...]
 
     @classmethod
-    def of(cls, given: object) -> MetadataFilter | None:
+    def of(cls, given: object) -> Self | None:
         """Read `{"lang": "de"}` (equal), `{"lang": ["de", "fr"]}` (one of), `{"year": {"gte": 2020, "lt": 2025}}`; None for {}.
 
         Of a field that is a list one value must meet its condition. A number is no text, and true is no number.

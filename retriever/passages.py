@@ -21,8 +21,8 @@ WORK = 16  # characters compared for each character of a text, at most
 # What applications write before a retrieved text, a form a line: at the beginning of a line, and the text follows.
 FORMS = {
     "numbered": r"\[\d{1,4}\][:.)]?[ \t]+(?=\S)",
-    "labelled": r"(?:document|source|passage|chunk|snippet|excerpt|result|reference)[ \t]*(?:#?[\d.]{1,6})?[ \t]*"
-    r"(?:[(\[][^()\[\]\n]{0,200}[)\]])?[ \t]*:",
+    "labelled": r"(?:document|source|passage|chunk|snippet|excerpt|result|reference)[ \t]*+(?:#?[\d.]{1,6})?[ \t]*+"
+    r"(?:[(\[][^()\[\]\n]{0,200}[)\]])?[ \t]*+:",
     "context": r"context:|└──[ ]content:|context[ ]information[ ]is[ ]below\.|"
     r"(?![ \t]*(?:if|elif|while|for)[ ](?:not[ ])?[\w.]+(?:[ ](?:is|in|not)[ ].*)?:)"  # code
     r"[^:\n(=]{0,80}\b(?:context|passages|documents|sources|excerpts|snippets|background)\b[^:\n)=]{0,40}:[ \t]*$",

@@ -22,8 +22,6 @@ The last line of stdout is a JSON object of figures; the exit code is 1 if one o
 `time_outs`, `failures`: of the good tenant's requests; 0.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gzip

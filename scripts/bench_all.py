@@ -8,8 +8,6 @@ DIR holds the files of the data sets, see docs/evaluation.md. The tables are mad
 pictures are the paper's figures 12 and 16 (`ratio`), 14 (`load`) and 15 (`ttft`), each with its points as CSV beside it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -9,8 +9,6 @@ all prompts are prefilled. Every sequence has `--tokens` tokens before it. Media
 line is one JSON object.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -14,8 +14,6 @@ then copy from RAM. `load` is the bytes over the bandwidth, and `recompute` the 
 hides has a TTFT of the larger one. The last stdout line is one JSON object.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

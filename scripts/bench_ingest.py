@@ -20,8 +20,6 @@ Figures: `kv_over_forward` is seconds of `forward` over those of `kv`, 1.0 being
 `ingest_over_forward` likewise. The last stdout line is one JSON object.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

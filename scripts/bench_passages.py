@@ -6,8 +6,6 @@ python scripts/bench_passages.py quality --model DIR                 # of applic
 python scripts/bench_passages.py plain [--model DIR]                 # 1,000 prompts without passages: none may be blended
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json
@@ -246,7 +244,7 @@ def quality(engine: Engine, cases: int, measured: Path | None) -> dict[str, Any]
         asked["documents"] = beside["documents"] = partial(prepare_body, engine, natural, **brought)
         seen = [asked[name] for name in ("open_webui", "agent") if name in asked]  # a tool's result has its texts as JSON
         engine.complete(beside["f_string"](max_tokens=1))
-        for make in (*seen, *seen):  # KV is stored at second sight; the prompts are not run, or the prefix cache would have them
+        for make in (*seen, *seen):  # KV is stored at second sight; what is run would be in the prefix cache
             make(max_tokens=1).release()
         engine.drain()
         tokens = sum(len(engine.prompts.text_ids(one)) for one in texts)

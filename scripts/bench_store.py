@@ -10,8 +10,6 @@ measured runs in a process of its own. Figures:
 `catalog_bytes_an_entry`: size of the SQLite file, by entry. The last stdout line is one JSON object.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

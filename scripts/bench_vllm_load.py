@@ -11,8 +11,6 @@ Throughput at equal TTFT: of blended requests the largest whose median TTFT is n
 last line is one JSON object.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import json

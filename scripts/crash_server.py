@@ -21,8 +21,6 @@ changes that a kill cut off, of which `made` were found made. `no_room`: uploads
 index. The last stdout line is one JSON object.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

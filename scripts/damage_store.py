@@ -15,8 +15,6 @@ last the repaired folder is opened again and must be found sound.
 folder. The last stdout line of `--json` is one JSON object.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -16,8 +16,6 @@ A prompt for which the device's memory or the time is short is named as such. Ex
 a table and one JSON object, which `--out` writes as well.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -6,8 +6,6 @@
 `musique_ans_v1.0_dev.jsonl`, 2WikiMultihopQA's `dev.json`, HotpotQA's `hotpot_dev_distractor_v1.json`.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

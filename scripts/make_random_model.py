@@ -1,6 +1,6 @@
 """Make a Llama-shaped model with random weights and a real byte-level BPE tokenizer: demos and benchmarks need no network.
 
-    python scripts/make_random_model.py OUT_DIR [--shape demo|bench] [--hidden 256 ...] [--corpus FILE ...] [--json]
+    python scripts/make_random_model.py OUT_DIR [--shape demo|bench] [--hidden 256 ...] [--json]
 
 Its words mean nothing; its speed, memory and token counts are those of a trained model of that shape.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,7 +65,6 @@ def make_random_model(
     out_dir: Path,
     shape: ModelShape = SHAPES["demo"],
     seed: int = 0,
-    corpus: Iterable[str] | None = None,
     *,
     chat_template: bool = False,
 ) -> dict[str, object]:
@@ -74,21 +73,20 @@ def make_random_model(
     Args:
         out_dir: made when missing; files of the same names are overwritten.
         shape: the model's sizes; the tokenizer has exactly `vocab` tokens.
-        seed: of the weights; the same seed, shape and corpus give the same files.
-        corpus: texts to train the tokenizer on; None takes the help texts of Python's standard library.
+        seed: of the weights; the same seed and shape give the same files.
         chat_template: give the tokenizer a simple one.
 
     Returns:
         What was made: directory, parameters, bytes of weights, seed and shape.
 
     Raises:
-        ValueError: the corpus is too small for so many tokens.
+        ValueError: Python's help is too small for so many tokens.
 
     """
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    tokenizer = train_tokenizer(python_help() if corpus is None else corpus, shape)
+    tokenizer = train_tokenizer(python_help(), shape)
     if chat_template:
         tokenizer.chat_template = CHAT_TEMPLATE
     config = LlamaConfig(
@@ -163,26 +161,6 @@ def python_help() -> list[str]:
     return [text for _, text in sorted(topics.items())]
 
 
-def read_corpus(paths: Iterable[Path]) -> Iterator[str]:
-    """Texts of `.txt` files, and of `.jsonl` files whose lines have a "text", or "passages" that have one.
-
-    Raises:
-        ValueError: a file is of another kind, or a line is not JSON.
-        OSError: a file cannot be read.
-
-    """
-    for path in paths:
-        if path.suffix == ".txt":
-            yield path.read_text(encoding="utf-8")
-        elif path.suffix == ".jsonl":
-            for line in filter(str.strip, path.read_text(encoding="utf-8").split("\n")):
-                record = json.loads(line)
-                for passage in (record, *record.get("passages", ())):
-                    yield " ".join(passage[key] for key in ("title", "text") if passage.get(key))
-        else:
-            raise ValueError(f"{path} is neither .txt nor .jsonl")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description="Make a Llama-shaped model with random weights and a real tokenizer.")
@@ -192,7 +170,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sizes = ", ".join(f"{name} {getattr(shape, field.name)}" for name, shape in SHAPES.items())
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, help=f"in place of the shape's: {sizes}")
     parser.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
-    parser.add_argument("--corpus", type=Path, nargs="+", metavar="FILE", help=".txt or .jsonl to train the tokenizer on")
     parser.add_argument("--chat-template", action="store_true", help="give the tokenizer a simple chat template")
     parser.add_argument("--force", action="store_true", help="write into a folder that is not empty")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -205,8 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"{options.out_dir} is a file; choose a folder")
         if options.out_dir.exists() and any(options.out_dir.iterdir()) and not options.force:
             raise ValueError(f"{options.out_dir} is not empty; choose another folder, or --force to overwrite files in it")
-        corpus = None if options.corpus is None else read_corpus(options.corpus)
-        made = make_random_model(options.out_dir, shape, options.seed, corpus, chat_template=options.chat_template)
+        made = make_random_model(options.out_dir, shape, options.seed, chat_template=options.chat_template)
     except (ValueError, OSError) as error:
         print(f"make_random_model: {error}", file=sys.stderr)
         return 2

@@ -4,8 +4,6 @@ python scripts/model_families.py            # all of them, a line each
 python scripts/model_families.py llama gemma4_text --seconds 20
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

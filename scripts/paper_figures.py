@@ -14,8 +14,6 @@ with the last point of 2, and a run that was cut off goes on. Figures 14 and 15 
 `--table ttft`. Figure 13 is not measured: the evaluation has no MapReduce and no MapRerank. The last line is a JSON object.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -4,8 +4,6 @@ They come from Python's own library and from templates, the same ones each time.
 a licence or the text of a manual, is a passage, and is not among them.
 """
 
-from __future__ import annotations
-
 import ast
 import csv
 import inspect

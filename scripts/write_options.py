@@ -3,8 +3,6 @@
 python scripts/write_options.py
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from cacheblend.base.options import Option, options_of

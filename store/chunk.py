@@ -3,13 +3,11 @@
 Shapes: H KV heads, T tokens of the chunk, D head size, B bytes of a head's vector.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -43,7 +41,7 @@ class ChunkKey:
         model: str,
         codec: str = "raw",
         namespace: str = "",
-    ) -> ChunkKey:
+    ) -> Self:
         """The key of a chunk's KV.
 
         Args:

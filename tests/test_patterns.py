@@ -39,18 +39,20 @@ def patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
 def slow_text(pattern: re.Pattern[str]) -> str | None:
     """What a pattern reads again and again when it is repeated: a character, or a part of the pattern's own text."""
     source = pattern.pattern
+    heads = {"---\n---", *re.findall("[a-z]{4,}", source)}
     parts = {source[at : at + size] for size in (1, 2, 6) for at in range(len(source))}
     for part in sorted(parts.union(string.printable, "\u3002\u2026\u0301", ("\n ", "a ", "! ", "\\"))):
-        if _seconds(pattern, part, CHARACTERS) > NOTED_S and all(
-            _seconds(pattern, part, 2 * CHARACTERS) > BOUND_S
-            for _ in range(5)  # the processor may be taken away for a while
-        ):
-            return part
+        for head in heads.union([""]) if part in " \t" else [""]:
+            if _seconds(pattern, head, part, CHARACTERS) > NOTED_S and all(
+                _seconds(pattern, head, part, 2 * CHARACTERS) > BOUND_S
+                for _ in range(5)  # the processor may be taken away for a while
+            ):
+                return head + part
     return None
 
 
-def _seconds(pattern: re.Pattern[str], part: str, characters: int) -> float:
-    text, began = part * (characters // len(part)) + "\0x", time.thread_time()
+def _seconds(pattern: re.Pattern[str], head: str, part: str, characters: int) -> float:
+    text, began = head + part * (characters // len(part)) + "\0x", time.thread_time()
     for _ in pattern.finditer(text):
         pass
     pattern.fullmatch(text)

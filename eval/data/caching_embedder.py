@@ -1,7 +1,5 @@
 """Vectors of texts that were embedded before, in the user's cache folder: a corpus of thousands of passages takes minutes."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import sqlite3

@@ -1,7 +1,5 @@
 """A user's own documents and questions as requests."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re

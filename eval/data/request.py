@@ -1,7 +1,5 @@
 """An example as the request that every method gets: the same token ids for all."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Sources of a run's requests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol

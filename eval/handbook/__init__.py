@@ -1,7 +1,5 @@
 """The handbook of a fictional firm, as a folder of documents, and forty questions about it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from importlib.resources import files

@@ -1,7 +1,5 @@
 """Calibration: which context, selector and ratio lose little enough on a user's documents, and cost least."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs as Markdown, a table for each and one side by side; and pictures of losses against compute, and of times."""
 
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """An evaluation: requests through the methods, into a folder."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Sequence

@@ -1,13 +1,11 @@
 """The connector's options, from vLLM's `kv_connector_extra_config`, and the names of chunks' KV that follow from them."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from huggingface_hub import snapshot_download
@@ -48,7 +46,7 @@ class ConnectorConfig:
     engine: EngineConfig
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> ConnectorConfig:
+    def from_options(cls, options: Mapping[str, Any]) -> Self:
         """The configuration that vLLM's `kv_connector_extra_config` names, with the settings of the folder's KV as defaults.
 
         Raises:

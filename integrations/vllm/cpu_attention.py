@@ -6,10 +6,8 @@ with its last tokens as queries: here one that ends with the last row, so that e
 Shapes: H KV heads, Q query heads, S rows, N positions, T of them, D head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -34,7 +32,7 @@ class CpuAttention:
         self._metadata: dict[int, Any] = {}
 
     @classmethod
-    def of(cls, worker: Any, attentions: list[Any]) -> CpuAttention | None:
+    def of(cls, worker: Any, attentions: list[Any]) -> Self | None:
         """That of a worker with vLLM's CPU backend and plain pages; None for others."""
         groups = [group for every in worker.model_runner.attn_groups for group in every]
         is_plain = all(attention.impl.kv_cache_dtype == "auto" for attention in attentions)

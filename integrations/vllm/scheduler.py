@@ -3,8 +3,6 @@
 It imports nothing of vLLM; a request is vLLM's `Request`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -12,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -65,7 +63,7 @@ class Marks(BaseModel, frozen=True, extra="forbid"):
     stored: tuple[StoredText, ...] | None = None  # of each chunk
 
     @classmethod
-    def read(cls, params: Any, prompt_tokens: int) -> Marks:
+    def read(cls, params: Any, prompt_tokens: int) -> Self:
         """The marks of a prompt.
 
         Raises:

@@ -6,15 +6,13 @@ The filler is text of no importance that looks like retrieved passages. It comes
 a file of the user's. No request and no tenant's document is ever part of it.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from cacheblend.base.errors import ConfigError, InputError, PromptTooLongError
 from cacheblend.blend import ChunkContext, Fusor
@@ -72,6 +70,10 @@ def _filler_ids(tokenizer: Any, filler: str, limit: int) -> tuple[int, ...]:
         if len(taken) + len(ids) > limit:
             break
         taken += ids
+    if not taken and filler != "auto":
+        raise ConfigError(
+            "context_filler", filler, f"a file whose first passage, up to an empty line, has {limit} tokens at most"
+        )
     return tuple(taken)
 
 
@@ -141,7 +143,7 @@ class ChunkEncoder(ChunkNaming):
     fusor: Fusor
 
     @classmethod
-    def of(cls, fusor: Fusor, prefix_ids: tuple[int, ...], config: EngineConfig) -> ChunkEncoder:
+    def of(cls, fusor: Fusor, prefix_ids: tuple[int, ...], config: EngineConfig) -> Self:
         """Of an engine's settings; raises as `read_context` does."""
         context = chunk_context(fusor, config.context_filler, config.context_document_tokens, len(prefix_ids))
         return cls(prefix_ids, context, fusor.fingerprint, config.kv_cache_dtype, fusor)

@@ -170,7 +170,8 @@ class DocumentStream:
         self._web.close()
 
     def _documents(self, on_file: Callable[[Path], None] = lambda _: None) -> Iterator[Document]:
-        self.report.versions.clear()  # of an earlier reading
+        self.report.versions.clear()  # of an earlier reading, as the files
+        self.files.clear()
         for source in self._sources:
             yield from self.report.distinct(source, self._read(source, on_file))
 
@@ -189,7 +190,6 @@ class DocumentStream:
                     yield from self._read_file(file, id_)
 
     def _read_file(self, path: Path, id_: str, **named: Any) -> Iterator[Document]:
-        self.files.discard(id_)  # which an earlier reading may have added
         before, note = self.report.faulty_parts, self.report.note
         yield from file_documents(path, id_, self._converter, metadata=self._metadata, fault=note, **named)
         self.files.update([id_] if self.report.faulty_parts == before else ())
@@ -245,7 +245,7 @@ def files_below(root: Path, skipped: dict[str, str]) -> list[Path]:
 
     for at, folders, names in os.walk(root, onerror=lambda error: skipped.update({str(error.filename): UNLISTED})):
         here, lines = Path(at), list[str]()
-        for name in filter(names.__contains__, IGNORE_FILES):
+        for name in (one for one in IGNORE_FILES if os.path.isfile(here / one)):  # not a pipe, which may have no end
             with suppress(OSError), (here / name).open("rb") as file:  # one that cannot be read has none
                 lines += file.read(MAX_SAMPLE_BYTES).decode("utf-8-sig", errors="replace").splitlines()
         if lines:
@@ -389,7 +389,7 @@ def _read_lines(
         number, read_bytes = number + 1, read_bytes + max(len(raw), LEAST_LINE_BYTES)
         where = f"{name}, line {number}"
         if len(raw) > MAX_LINE_BYTES:
-            raise InputError(f"{where}: longer than {MAX_LINE_BYTES // 2**20} MiB; split it into several lines")
+            raise InputError(f"{where}: longer than {MAX_LINE_BYTES // 2**20} MiB; split it; no line after it was read")
         if max_bytes is not None and read_bytes > max_bytes:
             bound = f"{max_bytes // LEAST_LINE_BYTES:,} lines or {max_bytes // 2**20} MiB"
             raise InputError(f"{name}: more than {bound}, unpacked; split it")

@@ -86,7 +86,7 @@ class FileConverter:
         where, status = where or str(path), path.stat()
         if status.st_size > MAX_FILE_BYTES:
             raise InputError(f"{where}: larger than {MAX_FILE_BYTES // 2**20} MiB; split it")
-        key = (str(path.resolve()), status.st_size, status.st_mtime_ns)
+        key = (str(path.absolute()), status.st_size, status.st_mtime_ns)
         if key in self._cache:
             return self._cache[key]
         while not CONVERTING.acquire(timeout=CHECK_EVERY_S):
@@ -119,7 +119,7 @@ class FileConverter:
         try:
             with open(reading, "rb", buffering=0) as answers:
                 with open(writing, "wb"), suppress(BrokenPipeError):
-                    socket.send_fds(self._paths, [json.dumps(str(path.resolve())).encode()], [writing])
+                    socket.send_fds(self._paths, [json.dumps(str(path.absolute())).encode()], [writing])
                 answer = self._read(answers, check)
         except BaseException:
             self.close()
@@ -137,7 +137,7 @@ class FileConverter:
         self._paths, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "cacheblend.service.engine.file_converter"],
+                [sys.executable, "-P", "-m", "cacheblend.service.engine.file_converter"],
                 env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},  # no keys, no passwords
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,  # libraries print
@@ -217,18 +217,19 @@ def _join(first: TextPart, then: TextPart) -> TextPart:
 
 
 def _same_faults(parts: Sequence[TextPart]) -> list[TextPart]:
-    """The faults, each once, of the pages together that have it: "page 2, 3, 7"."""
+    """The faults, each once, of the parts together that have it: "page 2, 3, 7"."""
     places = dict[str, list[str]]()
     for part in parts:
         places.setdefault(part.fault, []).append(part.place.partition("=")[2])
-    return [TextPart(f"page {', '.join(numbers)}", "", fault) for fault, numbers in places.items()]
+    kind = parts[0].place.partition("=")[0] if parts else ""
+    return [TextPart(f"{kind} {', '.join(numbers)}", "", fault) for fault, numbers in places.items()]
 
 
 def _answer(path: Path) -> dict[str, Any]:
     parts, characters = list[tuple[str, str, str]](), 0
     try:
         for place, text, fault in read_parts(path):
-            parts.append((place, text.encode(errors="replace").decode(), fault))
+            parts.append((place, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), fault))
             if (characters := characters + len(text)) > MAX_CHARACTERS:
                 raise InputError(f"more than {MAX_CHARACTERS // 2**20} million characters; split it")
     except ModuleNotFoundError as error:

@@ -75,11 +75,12 @@ class FolderWatch:
         An error that is not the file's own, such as a full disk, leaves the file to the next call.
         """
         report, notes, left_out = FollowReport(), SourceReport(), dict[str, str]()
-        # A folder that is gone is unmounted or renamed, and its documents stay; so do those of one that cannot be listed.
+        # A folder that is gone or empty is unmounted or renamed: its documents stay, as those of one that cannot be listed.
         folders = [folder for folder in self._folders if os.path.isdir(folder)]
         found = {str(file): (file, folder) for folder in folders for file in files_below(folder, left_out)}
         unknown = [name for name, why in left_out.items() if why == UNLISTED]
-        lost = [name for name in self._files.keys() - found.keys() if _is_in(name, folders) and not _is_in(name, unknown)]
+        filled = {folder for _, folder in found.values()}
+        lost = [name for name in self._files.keys() - found.keys() if _is_in(name, filled) and not _is_in(name, unknown)]
         gone = {name: self._files.pop(name) for name in lost}
         with closing(FileConverter()) as converter:
             for name, (file, folder) in found.items():

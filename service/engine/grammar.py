@@ -136,7 +136,7 @@ def is_bounded(grammar: str) -> bool:
     gigabytes, in which no other thread runs; at an integer of -2**63 its stack overflows, which ends the process.
     """
     with _trials:  # one at a time
-        done = subprocess.run([sys.executable, "-c", _TRIAL], input=grammar.encode(), capture_output=True, check=False)
+        done = subprocess.run([sys.executable, "-P", "-c", _TRIAL], input=grammar.encode(), capture_output=True, check=False)
     return done.returncode == 0
 
 

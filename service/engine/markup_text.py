@@ -173,7 +173,7 @@ class _Package:
 def word_parts(path: Path) -> Iterator[tuple[str, str, str]]:
     """All of a Word file: headers, the text, notes, diagrams, charts, comments, pages put into it, footers."""
     package = _Package(path)
-    names = package.targets(package.main).values()
+    names = [one for one in package.targets(package.main).values() if one in package.archive.NameToInfo]
     levels = dict[str, int]()
     for style in package.read(next((name for name in names if name.endswith("styles.xml")), "")):
         if found := _HEADING.fullmatch(_attribute(style.find("{*}name"), "val")):
@@ -209,7 +209,8 @@ def open_document_parts(path: Path) -> Iterator[tuple[str, str, str]]:
         with zipfile.ZipFile(path) as archive:
             if b"manifest:encryption-data" in archive.read("META-INF/manifest.xml"):
                 raise InputError("locked with a password; save it without one")
-            root, styles = parsed(archive.read("content.xml")), parsed(archive.read("styles.xml"))
+            found = [parsed(archive.read(one)) for one in ("content.xml", "styles.xml") if one in archive.NameToInfo]
+            root, styles = found[0], found[-1]
     else:
         root = styles = parsed(path.read_bytes())
 

@@ -27,6 +27,7 @@ MAX_NEW_TOKENS = 4096  # of an answer of a model that says nothing of its positi
 FIRST_READ = 8  # characters a position: where these are too many tokens, the rest is not read
 CONTEXT_LENGTH = "this model's maximum context length is {} tokens"  # OpenAI's words, which routers look for
 CHARACTERS_PER_TOKEN = 64  # no text that is worth a prompt has tokens of so many in the mean
+MAX_SOUGHT = 2**33  # characters in which all turns' texts and control tokens are looked for: seconds
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")  # of a turn, one of which a template reads
 
 
@@ -331,6 +332,8 @@ class PromptRenderer:
         # 2. What the template puts around them; it may drop thoughts.
         rendered = self.template.render(turns, self._quoted(tools, texts), template_kwargs or {})
         check_characters(len(rendered), self._max_positions)
+        if len(texts) * len(rendered) > MAX_SOUGHT:
+            raise InputError("too many turns, or control tokens in tools, beside so long a text; send fewer")
         for mark, (text, may_go) in texts.items():  # gpt-oss and Llama 3 write a tool's result as JSON
             if mark != (quoted := json.dumps(mark)[1:-1]) and quoted in rendered:
                 rendered, texts[mark] = rendered.replace(quoted, mark), (json.dumps(text, ensure_ascii=False)[1:-1], may_go)

@@ -306,6 +306,12 @@ class Generation:
                 done[index] = event
             is_last = len(done) == len(self._choices)
             if (choice := self._choices[index].add(event)) is not None:
+                for call in choice.get("delta", {}).get(
+                    "tool_calls", ()
+                ):  # one a piece, and before the end: clients count on it
+                    piece = {**choice, "delta": {**choice["delta"], "tool_calls": [call]}, "finish_reason": None}
+                    yield {**self._head, "choices": [{**piece, "stop_reason": None}], **no_usage}
+                    choice |= {"delta": {"content": ""}, "logprobs": None}
                 report = {"cacheblend": await run_in_threadpool(self._report, done)} if is_last else {}
                 yield {**self._head, "choices": [choice], **no_usage, **report}
             if is_last:

@@ -1,9 +1,7 @@
 """`/v1/messages` of Anthropic's API: a chat whose body, answer and pieces are in Anthropic's words."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, model_validator
@@ -56,7 +54,7 @@ class MessagesBody(ChatBody):
         return body
 
     @model_validator(mode="after")
-    def _with_system(self) -> MessagesBody:
+    def _with_system(self) -> Self:
         self.continue_final_message = self.messages[-1].role == "assistant"
         if self.system:
             self.messages.insert(0, MessageBody(role="system", content=self.system))

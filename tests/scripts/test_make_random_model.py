@@ -1,6 +1,5 @@
 """The random model that demos and benchmarks run on."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -59,19 +58,6 @@ def test_same_seed_gives_the_same_files(made: Path, tmp_path: Path) -> None:
     assert (tmp_path / "other" / tokenizer).read_bytes() == (made / tokenizer).read_bytes()
 
 
-def test_corpus_files_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The tokenizer learns the words of .txt and .jsonl files, and --json prints one object."""
-    (tmp_path / "a.txt").write_text("zanzibar " * 50 + " ".join(map(str, range(1000))))
-    passages = [{"title": "Quokka", "text": "quokka quokka"}] * 50
-    (tmp_path / "b.jsonl").write_text(json.dumps({"passages": passages}) + "\n" + json.dumps({"text": "wombat"}))
-    corpus = ["--corpus", str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")]
-    assert script.main([str(tmp_path / "out"), *TINY, *corpus, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert (report["hidden"], report["vocab"], report["directory"]) == (32, 400, str(tmp_path / "out"))
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert tokenizer.tokenize("a quokka zanzibar") == ["a", "Ġquokka", "Ġzanzibar"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -79,8 +65,6 @@ def test_corpus_files_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--kv-heads", "3"], "kv_heads=3"),
         (["--vocab", "100"], "vocab=100"),
         (["--layers", "0"], "layers=0"),
-        (["--corpus", "none.txt"], "none.txt"),
-        (["--corpus", "none.csv"], "neither .txt nor .jsonl"),
     ],
 )
 def test_bad_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
@@ -95,7 +79,7 @@ def test_folder_with_files_is_left_as_it_is(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "notes.txt").write_text("short")
     assert script.main([str(tmp_path), *TINY]) == 2
     assert "--force" in capsys.readouterr().err
-    assert script.main([str(tmp_path), *TINY, "--corpus", str(tmp_path / "notes.txt"), "--force"]) == 2
-    assert "smaller vocab" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="smaller vocab"):
+        script.train_tokenizer(["short"], script.ModelShape(vocab=400))
     assert script.main([str(tmp_path), *TINY, "--force"]) == 0
     assert (tmp_path / "notes.txt").read_text() == "short"

@@ -1,7 +1,5 @@
 """Blending inside a running vLLM: what it answers, what its prefix cache holds afterwards, what becomes of failures."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys

@@ -185,7 +185,7 @@ def test_office_files_with_odd_parts(tmp_path: Path) -> None:
     }
 
 
-def test_kinds_that_are_refused_and_texts_in_gzip(tmp_path: Path) -> None:
+def test_kinds_that_are_refused_and_texts_in_gzip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kind of document that is not read is a fault with a remedy; gzip of texts, mails, boxes of mails are read."""
     not_read = [suffix for suffix, kind in KINDS.items() if isinstance(kind, str)]
     for suffix in not_read:
@@ -213,8 +213,14 @@ def test_kinds_that_are_refused_and_texts_in_gzip(tmp_path: Path) -> None:
     other.mkdir()
     (other / "deep.eml").write_bytes(within)
     (other / "log.txt.gz").write_bytes(gzip.compress("Müde Möwen".encode()))
-    (other / "box.mbox").write_bytes(b'From a\n%b\nFrom b\nTo: "\n%b' % (mail.as_bytes(), signed))
-    texts, _ = read(other)
+    odd = b"From c\nContent-Disposition: attachment; filename*\n\nOdd."
+    (other / "box.mbox").write_bytes(b'From a\n%b\nFrom b\nTo: "\n%b\n%b' % (mail.as_bytes(), signed, odd))
+    (other / "note.rtf").write_bytes(rb"{\rtf1\ansi Fee \u-10179?\u-8704? due}")
+    (tmp_path / "chardet.py").write_text("raise SystemExit")  # whoever wrote what is ingested runs no code
+    monkeypatch.chdir(tmp_path)
+    texts, report = read(other)
+    assert any("message 3: cannot be read" in fault for fault in report.faults.values())
+    assert texts["note.rtf"] == "Fee \U0001f600 due"
     assert texts["log.txt.gz"] == "Müde Möwen"
     assert texts["deep.eml"] == "Subject: Deep\n\nThe deepest."
     parts = "\n\nSie fällt aus.\n\nAttachment: a.png\n\nSent by a list\n\n\nAttachment: b.html\n\nMoles"

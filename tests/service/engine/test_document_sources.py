@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import os
 import re
 import signal
 import sys
@@ -158,10 +159,11 @@ def test_hidden_and_ignored_files(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name)
     (tmp_path / ".gitignore").write_text("build/\nbin\\\n!\n[z-a]\n*.log\n", encoding="utf-8-sig")
     (tmp_path / "sub" / ".cacheblendignore").write_text("!keep.log\n*.tmp.txt\n")
+    os.mkfifo(tmp_path / "sub" / "deep" / ".gitignore")
     found, report = read(tmp_path)
     assert [one.id for one in found] == ["a.txt", "sub/keep.log"]
     said = {Path(name).relative_to(tmp_path).as_posix(): why for name, why in report.skipped.items()}
-    hidden = {".hidden.txt", ".git", ".gitignore", "sub/.cacheblendignore"}
+    hidden = {".hidden.txt", ".git", ".gitignore", "sub/.cacheblendignore", "sub/deep/.gitignore"}
     ignored = ("build", "sub/drop.log", "sub/deep/x.tmp.txt")
     assert said == dict.fromkeys(hidden, "hidden") | dict.fromkeys(ignored, "ignored") | {"store": "a store"}
     assert ids(tmp_path / "sub" / "**" / "*.log") == ["drop.log", "keep.log"]
@@ -300,11 +302,12 @@ def test_files_that_were_not_read_whole_keep_their_pages(tmp_path: Path) -> None
     """Only those count as read, whose missing pages are deleted, of which nothing failed, in the last reading."""
     (tmp_path / "bad.txt").write_bytes(b"\0\0")
     (tmp_path / "part.jsonl").write_text(f"{LINE}\nnot json\n")
-    for name in ("good.txt", "later.txt"):
+    for name in ("good.txt", "gone.txt", "later.txt"):
         (tmp_path / name).write_text(name)
     with closing(DocumentStream([str(tmp_path)])) as stream:
         stream.measure()
-        assert stream.files == {"good.txt", "later.txt"}
+        assert stream.files == {"good.txt", "gone.txt", "later.txt"}
+        (tmp_path / "gone.txt").unlink()
         (tmp_path / "later.txt").write_bytes(b"\0\0")
         assert {one.id for one in stream} == {"good.txt", "one"}
         assert stream.files == {"good.txt"}

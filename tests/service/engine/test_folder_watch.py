@@ -137,6 +137,7 @@ def test_two_folders_with_one_name(open_engine: OpenEngine, folder: Path, tmp_pa
     engine, other = open_engine(), tmp_path / "other"
     other.mkdir()
     (other / "boats.md").write_text("# Boats\n\nThe black boat never leaves.\n")
+    (other / "stays.md").write_text("Stays.")
     watch = FolderWatch(engine, [str(folder), str(other)])
     assert "has a document of the id 'boats.md'" in watch.follow().faults[str(other / "boats.md")]
     assert "red boat" in text_of(engine, "boats.md")
@@ -153,6 +154,8 @@ def test_two_folders_with_one_name(open_engine: OpenEngine, folder: Path, tmp_pa
     (other / "boats.md").unlink()
     assert again.follow().ingested.deleted == 0
     assert "red boat" in text_of(engine, "boats.md")
+    (other / "stays.md").rename(tmp_path / "stays.md")  # an unmounted folder is empty
+    assert not again.follow()
 
 
 @pytest.mark.parametrize("error", [StoreFullError("full"), OSError(28, "No space left on device"), RetrieverError("silent")])

@@ -4,8 +4,6 @@
 requests anew, which tests/integrations/vllm sends to vLLM.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -95,12 +95,13 @@ def test_a_call(client: openai.OpenAI) -> None:
     assert (call.type, call.function.name, json.loads(call.function.arguments)) == ("function", "weather", {"city": "Oslo"})
     pieces = [piece.choices[0] for piece in ask(client, tools=[WEATHER], stream=True, n=1)]
     assert "".join(piece.delta.content for piece in pieces) == "I look.\n"
-    (streamed,) = pieces[-1].delta.tool_calls
+    (streamed,) = pieces[-2].delta.tool_calls  # before the end, as clients expect it
     assert (streamed.index, streamed.function.name, streamed.function.arguments) == (0, "weather", '{"city": "Oslo"}')
     assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["tool_calls"]
     with client.chat.completions.stream(model=MODEL, messages=[USER], tools=[WEATHER], max_tokens=120) as events:
+        done = [event.arguments for event in events if event.type == "tool_calls.function.arguments.done"]
         message = events.get_final_completion().choices[0].message
-    assert message.tool_calls[0].function.name == "weather"
+    assert (message.tool_calls[0].function.name, done) == ("weather", ['{"city": "Oslo"}'])
     plain = ask(client, tools=[WEATHER], tool_choice="none").choices[0]
     assert (plain.message.content, plain.message.tool_calls, plain.finish_reason) == (WRITTEN, None, "stop")
 
@@ -159,9 +160,9 @@ def test_a_call_that_must_come(client: openai.OpenAI) -> None:
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
         for stream in (False, True):
             answer = ask(client, tools=[WEATHER, TIME], tool_choice=choice, temperature=1.0, seed=3, stream=stream)
-            last = list(answer)[-1].choices[0] if stream else answer.choices[0]
-            (call,) = (last.delta if stream else last.message).tool_calls
-            assert last.finish_reason == "tool_calls"
+            choices = [piece.choices[0] for piece in answer] if stream else 2 * answer.choices
+            (call,) = (choices[-2].delta if stream else choices[-2].message).tool_calls
+            assert choices[-1].finish_reason == "tool_calls"
             arguments = json.loads(call.function.arguments)
             if call.function.name == "weather":
                 assert len(arguments.pop("city")) <= 6
