@@ -2,7 +2,7 @@
 
     from cacheblend import Engine, EngineConfig
 
-    with Engine(EngineConfig(model="smollm2-135m", store_dir="store")) as engine:
+    with Engine(EngineConfig(model="smollm2-135m", store_dir="my-store")) as engine:
         engine.ingest([{"id": "1", "title": "Novex", "text": "Novex Systems was founded by Ada Brandt."}])
         print(engine.answer("Who founded Novex Systems?").text)
 

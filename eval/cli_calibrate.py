@@ -59,7 +59,7 @@ def calibrate(
 
     Examples:
 
-        cacheblend calibrate ./model ./handbook --store-dir ./store
+        cacheblend calibrate ./model ./handbook --store-dir ./my-store
         cacheblend calibrate ./model ./handbook --questions questions.jsonl
     """
     terminal.hush_libraries()

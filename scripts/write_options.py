@@ -25,8 +25,8 @@ In Python the fields of an engine are nested:
 ```python
 from cacheblend import Engine, EngineConfig, FusionConfig, StoreConfig
 
-config = EngineConfig(model="smollm2-135m", store_dir="store", store=StoreConfig(ram_budget_bytes=2**30), preset="fast")
-config = EngineConfig(model="smollm2-135m", store_dir="store", fusion=FusionConfig(recompute_ratio=0.2, selector="gradual"))
+config = EngineConfig(model="smollm2-135m", store_dir="my-store", store=StoreConfig(ram_budget_bytes=2**30), preset="fast")
+config = EngineConfig(model="smollm2-135m", store_dir="my-store", fusion=FusionConfig(recompute_ratio=0.2, selector="gradual"))
 ```
 
 | `--preset` | recompute ratio |

@@ -27,7 +27,7 @@ def explain(
 
     Examples:
 
-        cacheblend explain request.json --store-dir store
+        cacheblend explain request.json --store-dir my-store
     """
     from cacheblend.retriever.index import IndexedDocuments
     from cacheblend.service.engine.passages import passages_of

@@ -64,7 +64,7 @@ def ingest(
 
     What is stored already is skipped, so an interrupted run goes on where it was. Files are read one by one, and twice: once to
     check and count them all, before the model is loaded. Of several files, those that cannot be used are listed at the end, and
-    the exit code is 1. Hidden and ignored files are left out.
+    the exit code is 1. Of a folder hidden and ignored files are left out.
 
     Examples:
 
@@ -113,7 +113,7 @@ def reindex(
     Examples:
 
         cacheblend reindex --model ./new-model
-        cacheblend reindex --model qwen2.5-coder-0.5b --store-dir ./store --yes
+        cacheblend reindex --model qwen2.5-coder-0.5b --store-dir ./my-store --yes
     """
     with IndexedDocuments.open(store_dir / INDEX_FOLDER) as index:
         documents, chunk_tokens = index.documents(), int(index.setting("chunk_tokens") or 1)

@@ -142,7 +142,7 @@ def profile(
 
     Examples:
 
-        cacheblend profile ./model --store-dir ./store
+        cacheblend profile ./model --store-dir ./my-store
         cacheblend profile ./model --length 512 --length 2048 --json
     """
     config = settings.make(EngineConfig, model=options.check_path(model), store_dir=store_dir)
@@ -194,7 +194,7 @@ def plan(
         cacheblend plan
         cacheblend plan ./model
         cacheblend plan config.json
-        cacheblend plan ./store/profiles/PROFILE.json --tokens 4096
+        cacheblend plan ./my-store/profiles/PROFILE.json --tokens 4096
     """
     if what is not None and options.check_path(what).endswith(".json") and Path(what).name != "config.json":
         _plan_storage(Path(what), tokens, ratio, as_json=as_json)

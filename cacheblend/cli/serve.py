@@ -101,7 +101,7 @@ def serve(
     Examples:
 
         cacheblend serve
-        cacheblend serve --model ./model --store-dir ./store
+        cacheblend serve --model ./model --store-dir ./my-store
         cacheblend serve --config cacheblend.toml --port 9000
     """
     if os.environ.get("CACHEBLEND_API_KEY") == "":

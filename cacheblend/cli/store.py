@@ -50,7 +50,7 @@ def verify(
 
     Examples:
 
-        cacheblend store verify --store-dir ./store --repair
+        cacheblend store verify --store-dir ./my-store --repair
     """
     with open_store(store_dir) as store, terminal.progress_bars() as progress:
         report = store.verify(repair=repair, on_progress=lambda done, total: progress("verify", done, total))
@@ -98,7 +98,7 @@ def list_documents(
 
     Examples:
 
-        cacheblend documents ls --store-dir ./store --json
+        cacheblend documents ls --store-dir ./my-store --json
     """
     with _open_documents(store_dir) as opened:
         found, _ = opened.page(by_file=not parts)
@@ -116,7 +116,7 @@ def show(id_: Id, store_dir: options.StoreDir = options.DEFAULT_STORE_DIR, as_js
 
     Examples:
 
-        cacheblend documents show handbook/travel.md --store-dir ./store
+        cacheblend documents show handbook/travel.md --store-dir ./my-store
     """
     with _open_documents(store_dir) as opened:
         status, chunks = opened.show(id_)
@@ -145,7 +145,7 @@ def delete(
 
     Examples:
 
-        cacheblend documents delete handbook/travel.md --store-dir ./store --yes
+        cacheblend documents delete handbook/travel.md --store-dir ./my-store --yes
     """
     with _open_documents(store_dir, settings.make(StoreConfig)) as opened:
         if not yes:
