@@ -306,9 +306,8 @@ class Generation:
                 done[index] = event
             is_last = len(done) == len(self._choices)
             if (choice := self._choices[index].add(event)) is not None:
-                for call in choice.get("delta", {}).get(
-                    "tool_calls", ()
-                ):  # one a piece, and before the end: clients count on it
+                # Calls come one a piece, and before the end, as clients expect them.
+                for call in choice.get("delta", {}).get("tool_calls", ()):
                     piece = {**choice, "delta": {**choice["delta"], "tool_calls": [call]}, "finish_reason": None}
                     yield {**self._head, "choices": [{**piece, "stop_reason": None}], **no_usage}
                     choice |= {"delta": {"content": ""}, "logprobs": None}

@@ -153,7 +153,7 @@ def test_calls_after_thoughts(client: openai.OpenAI, says: list[str]) -> None:
     (call,) = choice.message.tool_calls
     thoughts, content, pieces = streamed(client, tools=[WEATHER], stream_options=None, extra_body=NO_CHUNKS)
     assert (thoughts, content) == (THOUGHTS, "")
-    assert pieces[-1].choices[0].delta.tool_calls is not None
+    assert pieces[-2].choices[0].delta.tool_calls is not None
     says[0] = SAID
     back = choice.message.model_dump(exclude_none=True)
     assert back["reasoning_content"] == THOUGHTS
