@@ -40,7 +40,7 @@ WEIGHTS_PER_MINUTE = 250e6  # that one core converts
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
 # Vocabularies whose text is split into single digits first, which transformers leaves out.
 _DIGITS_APART = ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder")
-# Whose words that are one token are not merged, and which put BOS first where the header does not say, as llama.cpp has them.
+# Of Llama 3 and Mistral: words that are one token are not merged, and BOS comes first where the header does not say.
 _WORDS_FIRST = ("llama3", "llama-v3", "llama-bpe", "tekken")
 # Tokens that end a turn or a text, as llama.cpp has them; a header names one, and some models write another.
 _ENDS = (
@@ -56,7 +56,8 @@ class GGUFHeader:
 
     Attributes:
         weights: their number.
-        dtype: the dtype to run in: the file's own where it holds plain floats, bfloat16 where it is quantised.
+        dtype: the dtype to run in: the file's own where it holds plain floats, bfloat16 where it is quantised, or Gemma's
+            in float16.
         has_tokenizer: a vocabulary is in the file.
         pre_tokenizer: llama.cpp's name for how text is split before merging; "" where there is none.
         rope_factors: what each frequency of its rope is divided by; empty where it is not scaled.

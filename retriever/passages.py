@@ -3,8 +3,10 @@
 Only the text and the stored chunks say what a passage is. Every step looks at a character a bounded number of times.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -43,7 +45,6 @@ _TAG = re.compile(rf"<(?P<close>/?)(?P<name>{'|'.join([*TAGS.split(), *LISTS.spl
 _START = re.compile(r"(?<!\w)\S")  # where a stored text may begin
 _SENTENCE_END = re.compile(r"[.!?\u2026\u061f\u06d4][\"'\u2019\u201d)\]]?(?=\s|$)|[\u3002\uff01\uff1f\u0964]")
 _STRING_MARK = re.compile(r'\\.|"', re.DOTALL)
-_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
 _INSTRUCTS = re.compile(  # words of instructions in English, and by which others are known, in small letters
     r"\b(?:you|your|please|always|never|don't|do not|must|should|respond|answer|output|du|immer|niemals?|bitte|antworte|vous|"
     r"toujours|jamais|veuillez|répondez|eres|siempre|nunca|por favor|debes|responde|sei|sempre|mai|per favore|devi|rispondi|"
@@ -157,7 +158,9 @@ def _strings(text: str) -> Iterator[Passage]:
     for mark in _STRING_MARK.finditer(text):
         if mark[0] == '"':
             if start is not None and mark.start() - start <= MOST_CHARACTERS:
-                plain = _ESCAPE.sub(lambda one: chr(int(one[1] or "20", 16)), text[start : mark.start()])
+                plain = text[start : mark.start()]
+                with suppress(ValueError):  # no JSON: judged as it is written
+                    plain = json.loads(f'"{plain}"', strict=False)
                 if is_prose(plain, 1):
                     yield Passage(start, mark.start(), "json")
             start = mark.end() if start is None else None

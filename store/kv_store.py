@@ -81,7 +81,6 @@ class KVStore(Closing):
         if digest in self._live:
             self._ram.open(digest)
             self._nvme.catalog.touch(digest)
-            self.documents.note([(document, key)])
             return _done(True)
         # 2. Encode, and write at once where the caller waits.
         entry = EncodedEntry.from_chunk(key, kv)

@@ -49,7 +49,7 @@ def read_context(
         prefix_tokens: tokens of the prompt's prefix, which chunks are computed after as well.
 
     Raises:
-        ConfigError: the file cannot be read, or has no text.
+        ConfigError: the file cannot be read, has no text, or a first passage that is too long.
     """
     limit = FILLER_TOKENS if max_positions is None else min(FILLER_TOKENS, max_positions // POSITIONS_SHARE)
     filler_ids = _filler_ids(tokenizer, filler, limit)

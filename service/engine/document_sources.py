@@ -190,6 +190,7 @@ class DocumentStream:
                     yield from self._read_file(file, id_)
 
     def _read_file(self, path: Path, id_: str, **named: Any) -> Iterator[Document]:
+        self.files.discard(id_)  # of another source
         before, note = self.report.faulty_parts, self.report.note
         yield from file_documents(path, id_, self._converter, metadata=self._metadata, fault=note, **named)
         self.files.update([id_] if self.report.faulty_parts == before else ())

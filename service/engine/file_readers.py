@@ -93,8 +93,8 @@ def _mail_parts(path: Path) -> Parts:
 def _mailbox_parts(path: Path) -> Parts:
     """The mails of a mailbox, each of which begins with a line "From "."""
     for number, raw in enumerate(re.split(rb"^From .*\n", path.read_bytes(), flags=re.MULTILINE)[1:], 1):
-        text, fault = "", "cannot be read, or needs too much memory; save it anew"
-        with suppress(Exception):  # any parser's: the other mails are read
+        text, fault = "", "cannot be read; save it anew"
+        with suppress(AttributeError, LookupError, ValueError):  # what odd headers run into: the other mails are read
             text, fault = _mail_text(message_from_bytes(raw, policy=_POLICY)), ""
         yield f"message={number}", text, fault
 

@@ -45,8 +45,9 @@ class FolderWatch:
     """Ingests the files of folders, and follows their changes.
 
     A document is deleted when its file, or its page of a file, is gone and nobody has replaced it since; a document from
-    elsewhere never is. A file that cannot be used keeps what was ingested of it before. What was ingested of which file is
-    noted beside the store, so that files which go while nobody watches are found later. `faults` has those that cannot be used.
+    elsewhere never is, nor all of a folder at once: one that is empty may be unmounted. A file that cannot be used keeps what
+    was ingested of it before. What was ingested of which file is noted beside the store, so that files which go while nobody
+    watches are found later. `faults` has those that cannot be used.
     """
 
     def __init__(self, engine: Engine, folders: Sequence[str]) -> None:

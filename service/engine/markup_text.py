@@ -209,8 +209,8 @@ def open_document_parts(path: Path) -> Iterator[tuple[str, str, str]]:
         with zipfile.ZipFile(path) as archive:
             if b"manifest:encryption-data" in archive.read("META-INF/manifest.xml"):
                 raise InputError("locked with a password; save it without one")
-            found = [parsed(archive.read(one)) for one in ("content.xml", "styles.xml") if one in archive.NameToInfo]
-            root, styles = found[0], found[-1]
+            root = parsed(archive.read("content.xml"))
+            styles = parsed(archive.read("styles.xml")) if "styles.xml" in archive.NameToInfo else root
     else:
         root = styles = parsed(path.read_bytes())
 

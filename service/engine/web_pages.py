@@ -88,13 +88,12 @@ class WebFiles:
         """An answer's body in a file, whose suffix names its kind, and its name."""
         name = PurePosixPath(answer.url.path)
         kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-        packed = ".jsonl" if name.name.lower().endswith(".jsonl.gz") else ""
         guess = None if kind.startswith("text/") else guess_extension(kind)
         suffix = SUFFIXES.get(kind) or (name.suffix.lower() if name.suffix[1:].isalnum() else guess or ".txt")
         if suffix in (".html", ".txt", ".md", ".csv") and (charset := code_page(answer.charset_encoding or "")):
             body = (decoded(body, charset) or "").encode() or body
         self._folder = self._folder or tempfile.TemporaryDirectory(prefix="cacheblend-web-")
-        path = Path(self._folder.name, f"{len(self._files)}{packed}{suffix}")
+        path = Path(self._folder.name, f"{len(self._files)}{'.jsonl' * name.name.lower().endswith('.jsonl.gz')}{suffix}")
         path.write_bytes(body)
         return path, name.stem or answer.url.host
 

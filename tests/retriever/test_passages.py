@@ -66,6 +66,7 @@ def test_results_of_tools_and_system_messages() -> None:
     texts = [f"# Cars\n\n{text} {text} {text}\n\n| Grade | Price |\n|---|---|\n| F | £36 |\n" for text in TEXTS]
     text = json.dumps([{"id": n, "page_content": text} for n, text in enumerate(texts)])
     assert [json.loads(f'"{text[one.start : one.end]}"') for one in find_passages(text, "tool")] == texts
+    assert not find_passages(json.dumps([{"text": "One is done.\n" * 40}]), "tool")
     assert len(find_passages(APART, "tool")) == 3
     assert len(find_passages(f"Use the following. Keep the answer concise.\n\n{APART}", "system")) == 3
 
