@@ -166,7 +166,7 @@ def read_config(path_or_hub_id: str) -> Any:
         InputError: no model there, or its config cannot be read.
     """
     name = str(path_or_hub_id)
-    options = {"gguf_file": Path(name).name} if is_gguf(name) and read_header(Path(name)) else {}  # what no load takes is refused
+    options = {"gguf_file": Path(name).name} if is_gguf(name) and read_header(Path(name)) else {}  # refuses what a load does
     found = str(Path(name).parent) if options or Path(name).name == "config.json" else locate_model(name)
     try:
         return transformers.AutoConfig.from_pretrained(found, **options, **NO_CODE)
