@@ -75,7 +75,8 @@ def from_options(config: type[T], values: Mapping[str, Any], base: T | None = No
     """
     given = {name: value for name, value in values.items() if value is not None}
     own = {each.name: given.pop(each.name) for each in fields(cast(Any, config)) if each.name in given}
-    nested = _nested(config)
+    hints = get_type_hints(config)
+    nested = {each.name: hints[each.name] for each in fields(cast(Any, config)) if is_dataclass(hints[each.name])}
     parts = {name: {each: given.pop(each) for each in options_of(nested[name]) if each in given} for name in nested}
     if given:
         known = {each.name for each in fields(cast(Any, config))} | options_of(config).keys()
@@ -103,11 +104,6 @@ def _walk(config: type) -> Iterator[Option]:
                 panel=panel or config.__name__.removesuffix("Config"),
                 config=config,
             )
-
-
-def _nested(config: type) -> dict[str, type]:
-    hints = get_type_hints(config)
-    return {each.name: hints[each.name] for each in fields(cast(Any, config)) if is_dataclass(hints[each.name])}
 
 
 def _outside(hint: Any) -> Any:

@@ -188,16 +188,11 @@ def _pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return (x * cos[:, None] + turned * sin[:, None]).to(x.dtype)
 
 
-def _clockwise(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`_halves` the other way round, as nanochat turns."""
-    return _halves(x, cos, -sin)
-
-
 def _turns(attention: nn.Module) -> list[Turn]:
     """The rotations to try: the family's own first, which has the family's rounding."""
     own: Any = vars(sys.modules[type(attention).__module__]).get("apply_rotary_pos_emb")
     family: list[Turn] = [] if own is None else [lambda x, cos, sin: own(x, x[:, :0], cos, sin)[0], own]
-    return [*family, _halves, _pairs, _clockwise]
+    return [*family, _halves, _pairs, lambda x, cos, sin: _halves(x, cos, -sin)]  # the last is the other way round: nanochat's
 
 
 def find_rotation(plain: torch.Tensor, turned: torch.Tensor, cos_sin: CosSin, attention: nn.Module) -> Rotation | None:

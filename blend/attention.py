@@ -378,11 +378,9 @@ class RowKernel:
 
 def row_kernel(dtype: torch.dtype, device: torch.device, head_size: int) -> RowKernel | None:
     """The kernel for a model, compiled at its first use; None if PyTorch's attention runs instead."""
-    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
-        return None
-    if head_size % HEAD_MULTIPLE or head_size > MAX_HEAD_SIZE:
-        return None
-    return _load(dtype, head_size)
+    is_served = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+    fits = head_size % HEAD_MULTIPLE == 0 and head_size <= MAX_HEAD_SIZE
+    return _load(dtype, head_size) if is_served and fits else None
 
 
 @functools.cache

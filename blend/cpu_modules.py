@@ -80,11 +80,9 @@ class PackedLinear(nn.Module):
 def is_worth_packing(model: nn.Module) -> bool:
     """Whether to pack a model's linear layers: bfloat16, a CPU with instructions for it, and memory for a copy."""
     linears = [module for module in model.modules() if type(module) is nn.Linear]
-    if any(linear.weight.dtype != torch.bfloat16 or linear.weight.device.type != "cpu" for linear in linears):
-        return False
-    if not torch.backends.mkldnn.is_available() or not any(map(has_feature, FEATURES)):
-        return False
-    return sum(linear.weight.nbytes for linear in linears) <= MEMORY_PART * memory_bytes()
+    is_half = all(linear.weight.dtype == torch.bfloat16 and linear.weight.device.type == "cpu" for linear in linears)
+    is_served = is_half and torch.backends.mkldnn.is_available() and any(map(has_feature, FEATURES))
+    return is_served and sum(linear.weight.nbytes for linear in linears) <= MEMORY_PART * memory_bytes()
 
 
 def memory_bytes() -> int:

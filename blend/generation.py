@@ -217,11 +217,8 @@ def decode_kernel(geometry: KVGeometry, query_heads: int, layer: int = 0) -> Dec
     """The kernel for a layer's shape, compiled at its first use; None if PyTorch's attention runs instead."""
     kv_heads, head_dim = geometry.heads(layer)
     groups = query_heads // kv_heads
-    if geometry.device.type != "cpu" or geometry.dtype not in (torch.float32, torch.bfloat16) or head_dim % 4:
-        return None
-    if groups * head_dim > 16 * MAX_VECTORS:
-        return None
-    return _load(groups, head_dim, geometry.dtype)
+    is_served = geometry.device.type == "cpu" and geometry.dtype in (torch.float32, torch.bfloat16) and head_dim % 4 == 0
+    return _load(groups, head_dim, geometry.dtype) if is_served and groups * head_dim <= 16 * MAX_VECTORS else None
 
 
 @functools.cache

@@ -127,11 +127,8 @@ class HybridDecoder(Decoder):
 
     def decode(self, token_ids: Sequence[int], sequences: Sequence[SequenceKV]) -> torch.Tensor:
         """Append one token to each of R sequences, one after the other; float32 logits (R, V) of the tokens after them."""
-        rows = []
-        for token, sequence in zip(token_ids, sequences, strict=True):
-            assert isinstance(sequence, HybridSequence)
-            rows.append(self.extend(sequence, [token]))
-        return torch.stack(rows)
+        own = [sequence for sequence in sequences if isinstance(sequence, HybridSequence)]
+        return torch.stack([self.extend(sequence, [token]) for token, sequence in zip(token_ids, own, strict=True)])
 
     def pieces(self, start: int, head_tokens: int, stop: int) -> Iterator[tuple[int, bool]]:
         """Where the forwards of a prompt end, and whether what is held there is worth its bytes for later prompts.

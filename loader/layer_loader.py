@@ -97,10 +97,8 @@ class Staging:
             buffer.copied = self._stream.record_event()
 
 
-@functools.cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all loaders: the allocator keeps free memory apart by stream, and their copies share a bus in any case."""
-    return torch.cuda.Stream(device)
+# One for all loaders of a device: the allocator keeps free memory apart by stream, and their copies share a bus in any case.
+_copy_stream = functools.cache(torch.cuda.Stream)
 
 
 class LayerRead(NamedTuple):
@@ -213,10 +211,6 @@ class LayerLoader(Closing):
         self._buffers.clear()
         self._error = None  # its traceback holds a layer and this loader
 
-    def _may_read(self) -> bool:
-        """Whether a thread has work: a read within the look-ahead, or its own end."""
-        return self._over() or self._reads[self._next_read].layer < self._consumed + self._lookahead
-
     def _over(self) -> bool:
         return self._stopped or self._error is not None or self._next_read == len(self._reads)
 
@@ -264,7 +258,7 @@ class LayerLoader(Closing):
 
     def _take(self) -> LayerRead | None:
         """Wait for a read within the look-ahead, and begin it; None when no read is left. The lock is held."""
-        self._changed.wait_for(self._may_read)
+        self._changed.wait_for(lambda: self._over() or self._reads[self._next_read].layer < self._consumed + self._lookahead)
         if self._over():
             return None
         self._begin()

@@ -249,8 +249,6 @@ def _load_s(store: KVStore, keys: list[ChunkKey], geometry: KVGeometry, config: 
 
 def drop_page_cache(paths: Iterable[Path]) -> None:
     """Drop files from the system's page cache; macOS cannot, and this does nothing there."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    for path in paths:
+    for path in paths if hasattr(os, "posix_fadvise") else ():
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

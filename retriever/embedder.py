@@ -230,6 +230,4 @@ class SentenceTransformerEmbedder:
         return [(window, max(1, len(tokenizer.ids(window)))) for window in tokenizer.cut(text, tokens) or [text]]
 
 
-@functools.cache
-def _threadpools() -> ThreadpoolController:
-    return ThreadpoolController()  # looks through all loaded libraries, 2 ms
+_threadpools = functools.cache(ThreadpoolController)  # it looks through all loaded libraries, 2 ms

@@ -73,10 +73,9 @@ class Retriever(IndexedDocuments):
                 make_folder(config.directory)
             except OSError as error:
                 raise RetrieverError(f"cannot make {config.directory}: {error.strerror}; choose another directory") from error
-        settings = {"tokenizer": self.splitter.fingerprint, "embedder": self.embedder.name}
-        settings["chunk_tokens"] = str(config.chunk_tokens)
+        self._settings = {"tokenizer": self.splitter.fingerprint, "embedder": self.embedder.name}
         file = None if config.directory is None else config.directory / INDEX_FILE
-        super().__init__(Catalog(file, settings, config.index_budget_bytes))
+        super().__init__(Catalog(file, {**self._settings, "chunk_tokens": str(config.chunk_tokens)}, config.index_budget_bytes))
         self._index = SearchIndex(self._catalog)
         self._places = functools.lru_cache(PLACED_DOCUMENTS)(self._places_of)
 
@@ -154,8 +153,7 @@ class Retriever(IndexedDocuments):
             RetrieverError: the directory or the embedder cannot be used.
         """
         with IndexedDocuments.open(directory) as index:
-            settings = {"tokenizer": self.splitter.fingerprint, "embedder": self.embedder.name}
-            is_same = {name: index.setting(name) == value for name, value in settings.items()}
+            is_same = {name: index.setting(name) == value for name, value in self._settings.items()}
             done, total = itertools.count(1), index.count()
 
             def rewritten(chunks: Sequence[Chunk], vectors_ND: NDArray[np.float32]) -> tuple[list[Chunk], NDArray[np.float32]]:
@@ -166,7 +164,7 @@ class Retriever(IndexedDocuments):
                 return new, vectors_ND if is_same["embedder"] else self._embed(list(self._embedded_texts(new)))
 
             if not all(is_same.values()):
-                index.rewrite(settings, rewritten)
+                index.rewrite(self._settings, rewritten)
 
     @property
     def chunk_count(self) -> int:
@@ -233,9 +231,8 @@ class Retriever(IndexedDocuments):
 
     def close(self) -> None:
         """Close catalog and indexes; a second call does nothing."""
-        with self._lock:
-            self._catalog.close()
-            self._index.words.close()
+        super().close()
+        self._index.words.close()
 
     def _embedded_texts(self, chunks: Sequence[Chunk]) -> Iterator[str]:
         """Texts to embed and to search for a document's chunks (`found_texts`).

@@ -7,7 +7,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -181,6 +181,10 @@ class KVHandle(Protocol):
 class PlainKV:
     """The parts of a `KVHandle` that follow from `read_layer`, for keys and values on any device that are not encoded."""
 
+    rotated: bool = False  # these three: see `KVHandle`
+    tier: str = "memory"
+    in_memory: bool = True
+
     def read_layer_into(self: KVHandle, layer: int, to_2HTB: Bytes) -> None:
         check_shape(self, layer, to_2HTB)
         for to_HTB, x_HTD in zip(to_2HTB, self.read_layer(layer), strict=True):
@@ -198,8 +202,6 @@ class PlainKV:
 
 class KVPart(PlainKV):
     """The KV of a run of a chunk's tokens, of which `start` is the first: a `KVHandle`."""
-
-    rotated = False
 
     def __init__(self, kv: KVHandle, start: int, token_ids: Sequence[int]) -> None:
         self._kv, self._part, self.token_ids = kv, slice(start, start + len(token_ids)), token_ids
@@ -240,9 +242,6 @@ class ChunkKV(PlainKV):
     prefix_ids: Sequence[int] = ()
     model: str | None = None
     context: str = ""
-    rotated: ClassVar[bool] = False  # these four: see `KVHandle`
-    tier: ClassVar[str] = "memory"
-    in_memory: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple((k_HTD, v_HTD) for k_HTD, v_HTD in self.layers))

@@ -145,9 +145,7 @@ class KVStore(Closing):
         self._remote.drain()
         there = self._remote.contains(key.digest for key in keys)
         lost: list[ChunkKey] = []
-        for key in keys:
-            if key.digest in there:
-                continue
+        for key in (key for key in keys if key.digest not in there):
             if (entry := self._nvme.load(key.digest)) is None:
                 lost.append(key)
             else:

@@ -74,10 +74,8 @@ class PrefixRun(PlainKV):
     windows: tuple[int | None, ...]  # of each layer; None for full attention
     # Per window, `kv_L2HTD` (L layers of that window, T held tokens) of the blocks that are needed, in order.
     held: Mapping[int | None, Sequence[Any]] = field(repr=False)
-    prefix_ids: ClassVar[tuple[int, ...]] = ()  # these four: see `KVHandle`
-    rotated: ClassVar[bool] = True
-    tier: ClassVar[str] = "memory"
-    in_memory: ClassVar[bool] = True
+    prefix_ids: ClassVar[tuple[int, ...]] = ()  # these two: see `KVHandle`
+    rotated = True
 
     @property
     def dtype(self) -> torch.dtype:

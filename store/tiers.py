@@ -204,8 +204,6 @@ class Placement(PlainKV):
     In RAM it holds the entry's memory, on NVMe an open file, so that the bytes remain while somebody reads them.
     """
 
-    rotated = False
-
     def __init__(self, entry: StoredEntry, tier: KVTier) -> None:
         info = entry.info
         self._entry: StoredEntry | None = entry

@@ -136,14 +136,13 @@ def hush_libraries() -> None:
 def shown_stages() -> Iterator[None]:
     """Show on stderr what is being opened, until the block ends; import libraries in the block, which are shown first."""
     log = logging.getLogger("cacheblend")
-    level = log.level
     with LiveLine(LOADING, line_every_s=0) as line:
         line.show(LOADING)
         stages = _Stages(line)
         log.addHandler(stages)
         line.callback(log.removeHandler, stages)
+        line.callback(log.setLevel, log.level)
         log.setLevel(min(logging.INFO, log.getEffectiveLevel()))
-        line.callback(log.setLevel, level)
         hush_libraries()
         yield
 

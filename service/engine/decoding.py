@@ -341,5 +341,4 @@ class TextStream:
 
     def _decode(self, upto: int) -> str:
         """The text of the context and the tokens after it."""
-        text: str = self._tokenizer.decode(self._token_ids[self._context_from : upto], skip_special_tokens=self._skips_special)
-        return text
+        return str(self._tokenizer.decode(self._token_ids[self._context_from : upto], skip_special_tokens=self._skips_special))

@@ -168,7 +168,9 @@ class Prefiller:
             steps = self._fusor.fuse_steps(plan.segments, replace(request.fusion, recompute_ratio=plan.ratio), source)
             fused = yield from steps
             # 3. Compare the plan with what it took, and have the misses computed after the running requests.
-            took_s = self._synchronized() - planned - steps.preempted_s
+            if self._fusor.decoder.device.type == "cuda":  # not the whole device: others' layers are being copied to it
+                torch.cuda.current_stream(self._fusor.decoder.device).synchronize()
+            took_s = time.perf_counter() - planned - steps.preempted_s
             self._observe(plan, loader, took_s, fused)
             for chunk in plan.misses:
                 self._background.submit(chunk)
@@ -208,12 +210,6 @@ class Prefiller:
     def _holds_prefix_of(self, prompt: PromptTokens) -> bool:
         is_exact = self._prefix_kv is not None and self._prefix_kv.model == self._fusor.exact_fingerprint(len(prompt))
         return is_exact and prompt.prefix == self._encoder.prefix_ids
-
-    def _synchronized(self) -> float:
-        """Seconds of `time.perf_counter` when a GPU has run the prefill; the first token waits for that anyway."""
-        if self._fusor.decoder.device.type == "cuda":  # not the whole device: others' layers are being copied to it
-            torch.cuda.current_stream(self._fusor.decoder.device).synchronize()
-        return time.perf_counter()
 
     def _observe(self, plan: BlendPlan, loader: LayerLoader, prefill_s: float, fused: FusionResult) -> None:
         """Let the controller learn from what a prefill took."""
