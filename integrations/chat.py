@@ -63,7 +63,8 @@ class EngineChat:
         return None
 
     def _prepare(self, messages: Sequence[Message], chosen: Mapping[str, Any]) -> Request:
-        engine, documents = self.engine, chosen.get("documents") or None
+        engine, given = self.engine, chosen.get("documents") or ()  # blank ones, as of scanned pages, are left out
+        documents = [one for one in given if not isinstance(one, Mapping) or str(one.get("text")).strip()] or None
         variables = chosen.get("chat_template_kwargs", {})
         if not isinstance(variables, Mapping):
             raise ConfigError("chat_template_kwargs", variables, 'a mapping such as {"enable_thinking": False}')

@@ -8,6 +8,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
+from os.path import commonprefix
 from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
@@ -67,8 +68,7 @@ class PlainTokenizer:
             for token in controls
             if len(token["content"]) > 1 and unknown.isdisjoint((token["content"], token["id"]))
         )
-        texts = sorted((token["content"] for token in controls), key=len, reverse=True)
-        self.control_texts = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+        self.control_texts = re.compile(_any_of({token["content"] for token in controls}) or r"(?!)")
         self._tokenizer = Tokenizer.from_str(json.dumps(definition))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -141,6 +141,18 @@ class PlainTokenizer:
         if not done:
             return [pair for pair in pairs if pair[0] not in self._controls]
         return [*tokens, *self._encode(text[done:], start + done)]
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    """A pattern of distinct texts, the longer of two that begin alike first, by which a letter is read once for all of them."""
+    groups: dict[str, list[str]] = {}
+    for text in texts:
+        groups.setdefault(text[:1], []).append(text)
+    parts = []
+    for _, group in sorted(groups.items(), reverse=True):
+        common = commonprefix(group)  # noqa: RUF071  # by characters, as is wanted
+        parts.append(re.escape(common) + (f"(?:{_any_of(text[len(common) :] for text in group)})" if group[1:] else ""))
+    return "|".join(parts)
 
 
 def _token_spans(_: str, borders: list[int], max_tokens: int) -> Iterator[tuple[int, int]]:

@@ -22,7 +22,7 @@ MAX_TOKENS = 512  # small models do not always end, and a prompt of thousands of
 
 
 def _show(piece: str) -> None:
-    terminal.stdout.print(piece, end="", soft_wrap=True)
+    print(terminal.visible(piece), end="", flush=True)  # rich would make spaces of tabs
 
 
 @options.accepts(EngineConfig, without=("find_passages", "index_budget_bytes"))

@@ -113,7 +113,7 @@ def reindex(
     Examples:
 
         cacheblend reindex --model ./new-model
-        cacheblend reindex --model qwen2.5-coder-0.5b --store-dir ./my-store --yes
+        cacheblend reindex --model qwen2.5-coder-0.5b --store-dir my-store --yes
     """
     with IndexedDocuments.open(store_dir / INDEX_FOLDER) as index:
         documents, chunk_tokens = index.documents(), int(index.setting("chunk_tokens") or 1)

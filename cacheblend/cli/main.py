@@ -118,7 +118,7 @@ def _options(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; exits with 0, 1 for a failure or an interrupt, 2 for usage."""
+    """Run the command line; exits with 0, 1 for a failure, 2 for usage, 128 and the signal's number for an interrupt."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         app(arguments)

@@ -145,7 +145,7 @@ def delete(
 
     Examples:
 
-        cacheblend documents delete handbook/travel.md --store-dir ./my-store --yes
+        cacheblend documents delete handbook/travel.md --store-dir my-store --yes
     """
     with _open_documents(store_dir, settings.make(StoreConfig)) as opened:
         if not yes:

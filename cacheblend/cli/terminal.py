@@ -95,7 +95,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
 
 def print_line(line: str) -> None:
     """A line on stdout, as it is."""
-    stdout.print(line, soft_wrap=True)
+    print(visible(line))  # rich would make spaces of tabs
 
 
 def note(line: str) -> None:

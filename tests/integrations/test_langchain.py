@@ -158,7 +158,11 @@ def test_structured_output(model: ChatCacheBlend) -> None:
 def test_documents_of_any_retriever(engine: Engine, retriever: CacheBlendRetriever, model: ChatCacheBlend) -> None:
     """`documents=` takes what any vector database found; of the engine's own chunks the stored KV is used."""
     own = retriever.invoke(QUESTION)
-    others = [Document("Boats leave at nine.", metadata={"title": "Boats"}), {"text": "Or ten."}]
+    others = [
+        Document("Boats leave at nine.", metadata={"title": "Boats"}),
+        {"text": "Or ten."},
+        {"text": " \n"},
+    ]  # the last is left out
     plan = model.invoke(QUESTION, documents=[*own, *others]).response_metadata["plan"]
     assert (plan["hits"], plan["misses"]) == (4, 2)
     engine.drain()

@@ -26,7 +26,7 @@ function requestOf(text) {
   return { messages: [{ role: "user", content: text }] };
 }
 
-const contentOf = (content) => (Array.isArray(content) ? content.map((part) => part.text ?? part).join("") : (content ?? ""));
+const contentOf = (content) => (Array.isArray(content) ? content.map((part) => part.text ?? part.refusal ?? "").join("") : (content ?? ""));
 
 function markOf({ text, reason, document_id, stored, tokens }) {
   const made = element("mark", undefined, stored ? "hit" : "fresh");

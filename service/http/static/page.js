@@ -29,7 +29,6 @@ function body(question) {
     { role: "assistant", content: turn.answer },
   ]);
   return {
-    model,
     messages: [...earlier, { role: "user", content: question }],
     method: $("method").value,
     stream: true,
@@ -73,7 +72,7 @@ function showFollowUp() {
 /** Why no chunk went into an answer. */
 function reasonWithout(report) {
   if (report.passages) return "The question brings its own passages, so no chunks of your documents were retrieved for it.";
-  const why = numberIn("num_chunks") === 0 ? "it was asked for without chunks" : report.no_chunks_reason;
+  const why = report.no_chunks_reason ?? "it was asked for without chunks";
   return `The answer is what the model knows itself, from none of your documents: ${listed.length ? why : "there are none yet"}.`;
 }
 
@@ -82,7 +81,9 @@ function showReport(report) {
   $("gain_number").textContent = inSeconds(firstToken(report));
   $("gain_words").textContent = "to the first token";
   $("summary").textContent =
-    report.hits + report.misses ? `${counted(report.hits, "chunk")} from the store, ${report.misses} computed` : "Computed without chunks";
+    report.hits + report.misses + report.num_chunks
+      ? `${counted(report.hits, "chunk")} from the store, ${Math.max(report.misses, report.num_chunks - report.hits)} computed`
+      : "Computed without chunks";
   $("how").textContent =
     `${report.method}${ratio}: ${report.recomputed_tokens} of ${counted(report.reusable_tokens, "reused token")} recomputed; ` +
     `waited ${inSeconds(report.queue_s)} for other requests, and ${inSeconds(report.retrieve_s)} for the search.`;
@@ -255,6 +256,7 @@ $("copy").addEventListener("click", () => navigator.clipboard.writeText(turns.at
 $("anew").addEventListener("click", () => {
   asking?.abort();
   turns = [];
+  $("asked").textContent = ""; // nothing is asked again
   showEarlier();
   showFollowUp();
   $("answered").hidden = $("sources").hidden = true;
