@@ -10,8 +10,6 @@ from script_modules import load_script
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TINY = ["--hidden", "32", "--layers", "2", "--heads", "4", "--kv-heads", "2", "--intermediate", "48", "--vocab", "400"]
-
-
 script = load_script("make_random_model")
 
 
