@@ -168,7 +168,7 @@ class Prefiller:
             steps = self._fusor.fuse_steps(plan.segments, replace(request.fusion, recompute_ratio=plan.ratio), source)
             fused = yield from steps
             # 3. Compare the plan with what it took, and have the misses computed after the running requests.
-            if self._fusor.decoder.device.type == "cuda":  # not the whole device: others' layers are being copied to it
+            if self._fusor.decoder.device.type == "cuda":  # its stream: others' layers are being copied to the device
                 torch.cuda.current_stream(self._fusor.decoder.device).synchronize()
             took_s = time.perf_counter() - planned - steps.preempted_s
             self._observe(plan, loader, took_s, fused)

@@ -147,8 +147,7 @@ def test_pages_without_text(tmp_path: Path) -> None:
 def test_encodings_are_detected(tmp_path: Path, encoding: str, text: str) -> None:
     """A text file need not be UTF-8."""
     (tmp_path / "some.txt").write_bytes(text.encode(encoding))
-    [document], _ = read(tmp_path / "some.txt")
-    assert document.text == text
+    assert [document.text for document in read(tmp_path / "some.txt")[0]] == [text]
 
 
 def test_hidden_and_ignored_files(tmp_path: Path) -> None:
@@ -294,8 +293,7 @@ def test_a_long_sheet_leaves_the_others(tmp_path: Path) -> None:
     documents = list(file_documents(tmp_path / "a.xlsx", "a.xlsx", Parts(), where="a.xlsx", fault=report.note))
     assert [one.id for one in documents] == ["a.xlsx#sheet=B"]
     [(place, why)] = report.faults.items()
-    assert (place, why.count("a.xlsx")) == ("a.xlsx, sheet=A", 1)
-    assert "a text of more than 8 MiB" in why
+    assert (place, why.count("a.xlsx"), why.count("a text of more than 8 MiB")) == ("a.xlsx, sheet=A", 1, 1)
 
 
 def test_files_that_were_not_read_whole_keep_their_pages(tmp_path: Path) -> None:
