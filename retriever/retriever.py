@@ -231,8 +231,9 @@ class Retriever(IndexedDocuments):
 
     def close(self) -> None:
         """Close catalog and indexes; a second call does nothing."""
-        super().close()
-        self._index.words.close()
+        with self._lock:
+            super().close()
+            self._index.words.close()
 
     def _embedded_texts(self, chunks: Sequence[Chunk]) -> Iterator[str]:
         """Texts to embed and to search for a document's chunks (`found_texts`).
